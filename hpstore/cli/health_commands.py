@@ -62,7 +62,6 @@ def train(
     hpstore health train data_Q1_2025.zip data_Q2_2025.zip --horizon-days 14 --out model.json
     """
     from hpstore.health.forecast.drive_stats import BadRows
-    from hpstore.health.forecast.labels import split_day
     from hpstore.health.forecast.train_model import TrainOptions
     from hpstore.health.forecast.train_model import train as learn
 
@@ -70,13 +69,11 @@ def train(
     agree_to_replace(out, yes=yes, named=True)
     bad = BadRows()
     gathered = _load(files, bad, family, memory)
-    first = min(int(h.days[0]) for h in gathered.histories)
-    last = max(int(h.days[-1]) for h in gathered.histories)
     options = TrainOptions(horizon_days=horizon_days, folds=folds, trees=trees, seed=seed,
                            min_failures=min_failures)  # fmt: skip
     with progress_bar("train") as bar:
         model = learn(
-            gathered, until=split_day(first, last, until), files=[path.name for path in files],
+            gathered, until=_split(gathered, until), files=[path.name for path in files],
             options=options,
             step=bar.steps,
         )  # fmt: skip
@@ -96,6 +93,14 @@ def train(
         _show_evaluation(evaluation)
     else:
         sys.stdout.write(f"not evaluated: {unevaluated}\n")
+
+
+def _split(gathered: Gathered, until: str) -> int:
+    """The last day that is learnt from."""
+    from hpstore.health.forecast.labels import split_day
+
+    first = min(int(h.days[0]) for h in gathered.histories)
+    return split_day(first, max(int(h.days[-1]) for h in gathered.histories), until)
 
 
 def _evaluated(

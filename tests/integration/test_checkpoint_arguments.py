@@ -75,4 +75,4 @@ def test_an_argument_of_before_is_an_error_that_names_it(pool: hpstore.Pool) -> 
     """What SaveOptions takes now is not dropped in silence."""
     for name in ("staging_bytes", "background", "prepare", "alone", "on_busy", "on_sigterm"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
-            Checkpointer(pool, "run", **{name: None})
+            Checkpointer(pool, "run", **dict[str, Any]({name: None}))

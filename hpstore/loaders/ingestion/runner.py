@@ -94,12 +94,11 @@ def ingest(
     whole_argument("max_skipped", max_skipped, least=0)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
-    sizes = _sizes(shard_bytes, unit_bytes)
-    window_bytes = bytes_argument("window_bytes", window_bytes, least=1)
     run = _Run(
         pool=pool, name=name, source=opened, replaces=replaces,
-        options={"layout": layout, "compression": compression, **sizes},
-        seed=shuffle_seed(shuffle, seed), window_bytes=window_bytes,
+        options={"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes),
+        seed=shuffle_seed(shuffle, seed),
+        window_bytes=bytes_argument("window_bytes", window_bytes, least=1),
         workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
         metadata={**opened.metadata, **(metadata or {})}, progress=progress,
     )  # fmt: skip

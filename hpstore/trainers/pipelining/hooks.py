@@ -118,10 +118,8 @@ class PipelineHooks(Closing):
         self.gate = CopyGate(blocks=snapshot == "bubbles")
         if ckpt is not None:
             ckpt.saver.stage_by(SNAPSHOTS[snapshot], self.gate)
-            if (
-                checked_choice("on_sigterm", on_sigterm, ON_SIGTERM) == "save"
-                and not ckpt.pool.read_only
-            ):
+            saves = checked_choice("on_sigterm", on_sigterm, ON_SIGTERM) == "save"
+            if saves and not ckpt.pool.read_only:
                 ckpt.saver.expect_preemption(required=False)
         self._recorder = EventRecorder(self.gate)
         self._ranks = Ranks(commit_seconds)
