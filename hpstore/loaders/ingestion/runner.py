@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from time import perf_counter
 from typing import Any
 
 from hpstore.errors import (
@@ -89,7 +89,7 @@ def ingest(
     Durable on return. Raises ConfigError, IngestError, VersionConflict (the name is taken; see
     `overwrite`), and what the pool raises. Memory: four shard buffers a stream, one window.
     """
-    began = time.perf_counter()
+    began = perf_counter()
     _check_on_error(on_error)
     whole_argument("max_skipped", max_skipped, least=0)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
@@ -107,8 +107,7 @@ def ingest(
         name=name, source=opened.where, format=opened.kind, samples=manifest.rows,
         bytes=done.nbytes, fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
         order=done.plan["order"], skipped=done.skipped, ignored=opened.ignored,
-        resumed_samples=resumed, fingerprint=manifest.fingerprint,
-        seconds=time.perf_counter() - began,
+        resumed_samples=resumed, fingerprint=manifest.fingerprint, seconds=perf_counter() - began,
     )  # fmt: skip
 
 
