@@ -330,7 +330,7 @@ def test_segments_stay_while_the_note_of_their_save_is_there(
         Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
     ):
         save(ckpt, 1)
-        collect_between(harness, monkeypatch, "steps.end_save")
+        collect_between(harness, monkeypatch, "step_catalog.end_save")
         save(ckpt, 2)
         into = state(0.0)
         assert ckpt.restore(into) == 2

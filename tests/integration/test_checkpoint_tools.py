@@ -166,7 +166,7 @@ def test_a_model_goes_to_a_sharded_folder_and_back(pool: hpstore.Pool, tmp_path:
     """Hugging Face's file names, an index that is right, names as the module has them."""
     state = training(1)
     save(pool, 1, state)
-    report = export(pool, tmp_path / "hf", keys=["model"], max_shard_bytes=10_000)
+    report = export(pool, tmp_path / "hf", keys=["model"], max_shard_bytes="10kb")
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     wanted = state["model"].state_dict()
     assert report.tensors == len(wanted)

@@ -30,7 +30,7 @@ from hpstore.checkpoint.state.tree_paths import (
 )
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.pool.pool import Pool
-from hpstore.units import GIB
+from hpstore.units import GIB, parse_bytes
 
 FORMATS = ("safetensors", "torch", "dcp")
 _SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch",
@@ -84,35 +84,65 @@ def export_checkpoint(
     format: str | None = None,  # noqa: A002 (the word that users look for)
     keys: Collection[str] | None = None,
     strip: str | None = None,
-    max_shard_bytes: int = SHARD_BYTES,
+    max_shard_bytes: int | str = SHARD_BYTES,
     rank: int = 0,
     force: bool = False,
     progress: ByteProgress | None = None,
 ) -> ExportReport:
-    """Write a step, or its parts at `keys`, as `format`: "safetensors", "torch" or "dcp".
+    """Write a committed step, or parts of it, as files of others.
 
-    The format is by default the suffix' (.safetensors, .pt, .pth, .bin, .ckpt). A folder (no
-    suffix, one that is there, or a slash at the end) is by default safetensors, with Hugging Face's
-    names and files of at most `max_shard_bytes`; any other suffix is refused. Names lose the path
-    `strip`; by default safetensors lose that of the one subtree which holds all tensors
-    ("model/0.weight" becomes "0.weight"), slashes that are left become dots, values that are no
-    tensors and the RNG states are left out. "torch": nested dicts as of SavedStep.tree(), but
-    numpy arrays as tensors, so that torch.load reads them with weights_only=True. Of values kept by
-    rank those of `rank` are exported.
+    Every byte is verified. Durable on return; before that nothing has the name `target`. Memory:
+    256 MiB or the largest tensor, whichever is more, dcp twice that.
 
-    Every byte is verified. Durable on return; before that nothing has the name `target`, and an
-    existing one is not touched unless `force`. Memory: 256 MiB or the largest tensor, whichever is
-    more, dcp twice that. Raises ConfigError for the target, CheckpointError, IntegrityError,
-    RedundancyError.
+    Parameters
+    ----------
+    pool, prefix, step
+        The committed step.
+    target
+        A file, or a folder: no suffix, one that is there, or a slash at the end.
+    format
+        "safetensors", "torch" or "dcp". Default: by the suffix (.safetensors, .pt, .pth, .bin,
+        .ckpt); for a folder safetensors, with Hugging Face's names. "torch" is nested dicts as of
+        SavedStep.tree(), but numpy arrays as tensors, so that torch.load reads them with
+        weights_only=True.
+    keys
+        Names of tensors or of parts of the state. Default: all of it.
+    strip
+        The path that names lose. By default safetensors lose that of the one subtree which holds
+        all tensors ("model/0.weight" becomes "0.weight"), slashes that are left become dots, values
+        that are not tensors and the RNG states are left out.
+    max_shard_bytes
+        Of one safetensors file in a folder, unless one tensor is larger: a number or "5GB".
+    rank
+        Whose values are exported of those kept by rank.
+    force
+        Replace what has the name `target`.
+    progress
+        Called with bytes done and in all.
+
+    Returns
+    -------
+    ExportReport
+        The files, and what was left out.
+
+    Raises
+    ------
+    ConfigError
+        An argument is wrong, or `target` is there.
+    CheckpointError
+        There is no such step, or the format cannot hold what was chosen.
+    IntegrityError, RedundancyError
+        Bytes cannot be read.
     """
     began = time.perf_counter()
     path = Path(target).absolute()
     kind = format or guessed_format(path) or _folder_format(target)
     if kind not in FORMATS:
         raise ConfigError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
+    shard_bytes = parse_bytes(max_shard_bytes)
     manifest = StepCatalog(pool, prefix).manifest(step)
     chosen = _choose(manifest, kind, keys, strip, rank)
-    stream = TensorStream(pool, manifest, _order(kind, chosen, max_shard_bytes, path), progress)
+    stream = TensorStream(pool, manifest, _order(kind, chosen, shard_bytes, path), progress)
     if kind == "torch":
         files = _to_torch(path, chosen, stream, force)
     elif kind == "dcp":
@@ -120,7 +150,7 @@ def export_checkpoint(
     elif path.suffix == ".safetensors":
         files = _to_one_file(path, chosen, stream, force)
     else:
-        files = _to_folder(path, chosen, stream, force, max_shard_bytes)
+        files = _to_folder(path, chosen, stream, force, shard_bytes)
     return ExportReport(
         step=step, format=kind, path=str(path), files=tuple(files), tensors=len(chosen.names),
         bytes=stream.total_bytes, left_out=chosen.left_out, seconds=time.perf_counter() - began,
