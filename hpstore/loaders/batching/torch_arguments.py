@@ -89,7 +89,7 @@ def _require_ours(loader: Any, collate_fn: Any) -> None:
 
 
 def _require_threads(num_workers: object, prefetch_factor: object) -> None:
-    """torch sees neither for a data set of hpstore."""
+    """torch sees neither for a dataset of hpstore."""
     if whole_argument("num_workers", num_workers, least=-1) < 0:
         raise ConfigError("num_workers option should be non-negative; use num_workers=0")
     if prefetch_factor is not None:
