@@ -233,7 +233,7 @@ def test_states_of_a_run(data: Dataset, native: bool) -> None:
     iter(loader)
     iter(loader)  # nothing was taken: it is still epoch 3
     assert flat(loader) == whole[3]
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match="epoch is -1"):
         loader.set_epoch(-1)
 
 
