@@ -89,36 +89,23 @@ def export_checkpoint(
     force: bool = False,
     progress: ByteProgress | None = None,
 ) -> ExportReport:
-    """Write a committed step, or parts of it, as files of others.
+    """Write a committed step, or parts of it, as files of others. Every byte is verified.
 
-    Every byte is verified. Durable on return; before that nothing has the name `target`. Memory:
-    256 MiB or the largest tensor, whichever is more, dcp twice that.
+    Durable on return; before that nothing has the name `target`. Memory: 256 MiB or the largest
+    tensor, whichever is more, dcp twice that.
 
     Parameters
     ----------
-    pool, prefix, step
-        The committed step.
-    target
-        A file, or a folder: no suffix, one that is there, or a slash at the end.
-    format
-        "safetensors", "torch" or "dcp". Default: by the suffix (.safetensors, .pt, .pth, .bin,
-        .ckpt); for a folder safetensors, with Hugging Face's names. "torch" is nested dicts as of
-        SavedStep.tree(), but numpy arrays as tensors, so that torch.load reads them with
-        weights_only=True.
-    keys
-        Names of tensors or of parts of the state. Default: all of it.
-    strip
-        The path that names lose. By default safetensors lose that of the one subtree which holds
-        all tensors ("model/0.weight" becomes "0.weight"), slashes that are left become dots, values
-        that are not tensors and the RNG states are left out.
+    target, format
+        A file or a folder; "safetensors", "torch" (nested dicts) or "dcp". Default: by the suffix,
+        for a folder (no suffix, or one that is there) safetensors with Hugging Face's names.
+    keys, strip
+        The parts to export (default: all), and the path that names lose (default for safetensors:
+        that of the one subtree which holds all tensors; slashes become dots).
     max_shard_bytes
-        Of one safetensors file in a folder, unless one tensor is larger: a number or "5GB".
-    rank
-        Whose values are exported of those kept by rank.
-    force
-        Replace what has the name `target`.
-    progress
-        Called with bytes done and in all.
+        Of one safetensors file in a folder, unless a tensor is larger: a number or "5GB".
+    rank, force, progress
+        Whose values are exported of those kept by rank; replace what is there; called with bytes.
 
     Returns
     -------
@@ -127,12 +114,8 @@ def export_checkpoint(
 
     Raises
     ------
-    ConfigError
-        An argument is wrong, or `target` is there.
-    CheckpointError
-        There is no such step, or the format cannot hold what was chosen.
-    IntegrityError, RedundancyError
-        Bytes cannot be read.
+    ConfigError, CheckpointError, IntegrityError, RedundancyError
+        An argument is wrong; the step or the format lacks it; bytes cannot be read.
     """
     began = time.perf_counter()
     path = Path(target).absolute()
@@ -143,18 +126,24 @@ def export_checkpoint(
     manifest = StepCatalog(pool, prefix).manifest(step)
     chosen = _choose(manifest, kind, keys, strip, rank)
     stream = TensorStream(pool, manifest, _order(kind, chosen, shard_bytes, path), progress)
-    if kind == "torch":
-        files = _to_torch(path, chosen, stream, force)
-    elif kind == "dcp":
-        files = _to_dcp(path, chosen, stream, force)
-    elif path.suffix == ".safetensors":
-        files = _to_one_file(path, chosen, stream, force)
-    else:
-        files = _to_folder(path, chosen, stream, force, shard_bytes)
+    files = _write(kind, path, chosen, stream, force, shard_bytes)
     return ExportReport(
         step=step, format=kind, path=str(path), files=tuple(files), tensors=len(chosen.names),
         bytes=stream.total_bytes, left_out=chosen.left_out, seconds=time.perf_counter() - began,
     )  # fmt: skip
+
+
+def _write(
+    kind: str, path: Path, chosen: _Chosen, stream: TensorStream, force: bool, shard_bytes: int
+) -> list[str]:
+    """The names of the files."""
+    if kind == "torch":
+        return _to_torch(path, chosen, stream, force)
+    if kind == "dcp":
+        return _to_dcp(path, chosen, stream, force)
+    if path.suffix == ".safetensors":
+        return _to_one_file(path, chosen, stream, force)
+    return _to_folder(path, chosen, stream, force, shard_bytes)
 
 
 def _folder_format(target: str | Path) -> str:
