@@ -40,26 +40,14 @@ def test_module_is_short(path: Path) -> None:
 
 @every_file
 def test_functions_are_short(path: Path) -> None:
-    """At most 60 lines a function; its docstring does not count: each parameter has a line."""
+    """At most 60 lines a function."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    lines = {node.name: length(node) for node in ast.walk(parse(path)) if isinstance(node, kinds)}
-    assert {name: count for name, count in lines.items() if count > MAX_FUNCTION_LINES} == {}
-
-
-def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Lines of a function without its docstring."""
-    first = node.body[0]
-    documented = ast.get_docstring(node, clean=False) is not None
-    text = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
-    return (node.end_lineno or 0) - node.lineno + 1 - text
-
-
-def test_the_docstring_does_not_count_and_the_rest_does() -> None:
-    (short,) = ast.parse(
-        'def f(\n    a: int,\n) -> int:\n    """One\n    two.\n    """\n    return a\n'
-    ).body
-    assert isinstance(short, ast.FunctionDef)
-    assert length(short) == 4
+    long = {
+        node.name: (node.end_lineno or 0) - node.lineno + 1
+        for node in ast.walk(parse(path))
+        if isinstance(node, kinds) and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION_LINES
+    }
+    assert long == {}
 
 
 @every_file
