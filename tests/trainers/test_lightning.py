@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.errors import CheckpointError, TooFewDevices
+from hpstore.errors import CheckpointError, ConfigError, TooFewDevices
 from hpstore.pool.pool import Pool
 from hpstore.trainers.checkpoint_paths import name_of, path_of
 from tests.integration.cli_cases import Cli
@@ -469,7 +469,7 @@ def test_map_location_places_tensors() -> None:
     for location in (None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda s, where: s):
         assert same(place(value, location), value)
     assert place(value, "meta")["a"][0].device.type == "meta"
-    with pytest.raises(CheckpointError):
+    with pytest.raises(ConfigError):
         place(value, 3)
 
 
