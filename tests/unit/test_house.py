@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 from collections import defaultdict
 from functools import reduce
+from typing import Any
 
 import pytest
 
 from tests.house_graph import PICTURE, ROOT, arrows, circles, imports, modules, picture
 
 RENAMES = ROOT / "docs" / "decisions" / "renames.tsv"
+ARGUMENTS = RENAMES.with_name("renamed_arguments.tsv")
 MAP = ROOT / "CONTRIBUTING.md"
 
 
@@ -74,3 +77,21 @@ def test_what_was_renamed_is_there_under_its_new_name(line: str) -> None:
         module = module.rpartition(".")[0]
     names = new[len(module) + 1 :].split(".")
     reduce(getattr, names, importlib.import_module(module))  # AttributeError: it is not there
+
+
+@pytest.mark.parametrize("line", ARGUMENTS.read_text().splitlines()[1:])
+def test_an_argument_that_moved_is_taken_where_it_is_said(line: str) -> None:
+    """docs/decisions/renamed_arguments.tsv; the old place does not take it any more."""
+    owner, argument, now = line.split("\t")
+    found = re.fullmatch(r"(?:\w+=)?([\w.]+)\((\w+)=\)", now)
+    assert found is not None
+    assert found[2] in parameters(found[1])
+    assert owner == "hpstore.Pool.readers" or argument not in parameters(owner)
+
+
+def parameters(name: str) -> set[str]:
+    """Of a public callable."""
+    parts = name.split(".")
+    module = max((n for n in range(1, len(parts)) if ".".join(parts[:n]) in modules()), default=1)
+    made: Any = reduce(getattr, parts[module:], importlib.import_module(".".join(parts[:module])))
+    return set(inspect.signature(made).parameters)
