@@ -171,7 +171,7 @@ SCRIPT = """
 import sys, threading
 import torch
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, SaveOptions
 
 pool = hpstore.open(sys.argv[1])
 ckpt = Checkpointer(pool, "run", rng=False, save=SaveOptions(drain_seconds=float(sys.argv[3])))

@@ -167,7 +167,7 @@ def test_wrong_arguments_of_ingest_are_refused(
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"share": 5}, "share is 5"), ({"share": ""}, "share is ''"),
-     ({"prefetch_threads": 0}, "prefetch_threads is 0")],
+     ({"prefetch_threads": -1}, "prefetch_threads is -1")],
 )  # fmt: skip
 def test_wrong_arguments_of_a_cache_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -124,9 +124,9 @@ def test_a_directory_with_files_of_others_is_refused(tmp_path: Path) -> None:
 
 
 def test_pools_without_names_are_told_apart(tmp_path: Path) -> None:
-    """Each was "main"."""
+    """By their files: each was "main"."""
     names = []
-    for place, file in (("fast", "pool.toml"), ("slow", "pool.toml"), ("slow", "tape.toml")):
+    for place, file in (("a", "fast.toml"), ("b", "slow.toml"), ("b", "tape.toml")):
         folder = tmp_path / place
         folder.mkdir(exist_ok=True)
         devices = [folder / f"{file}-{i}" for i in range(3)]

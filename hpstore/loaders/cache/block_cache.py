@@ -51,7 +51,7 @@ class Cache(Closing):
     ) -> None:  # fmt: skip
         memory_bytes = bytes_argument("memory_bytes", memory_bytes, least=1)
         disk_bytes = bytes_argument("disk_bytes", disk_bytes)
-        whole_argument("prefetch_threads", prefetch_threads, least=1)
+        whole_argument("prefetch_threads", prefetch_threads, least=0)
         if share is not None and not (isinstance(share, str) and share):
             raise ConfigError(f"share is {share!r}: the name that processes share the cache by")
         self.share, self._clock = share, clock or SystemClock()
