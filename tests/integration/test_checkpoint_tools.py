@@ -290,7 +290,7 @@ def test_an_existing_target_is_refused(pool: hpstore.Pool, tmp_path: Path) -> No
     (tmp_path / "folder" / "thesis.txt").write_bytes(b"mine")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link.pt").symlink_to(tmp_path / "x.pt")
-    with pytest.raises(ConfigError, match="--force"):
+    with pytest.raises(ConfigError, match=r"force=True \(--yes\)"):
         export(pool, tmp_path / "x.pt")
     assert (tmp_path / "x.pt").read_bytes() == b"mine"
     for force in (False, True):

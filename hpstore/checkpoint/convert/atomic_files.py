@@ -36,7 +36,7 @@ def check_target(
         if not names:
             return
     if not force:
-        raise ConfigError(f"{target} exists; --force replaces it. Nothing was written")
+        raise ConfigError(f"{target} exists; force=True (--yes) replaces it. Nothing was written")
 
 
 @contextmanager
