@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 V = TypeVar("V")
-_TABLES = ("settings", "advanced", "agent")
 _LEAST = {
     "memory_bytes": 1, "workers_per_device": 1, "queue_depth": 1, "compute_threads": 1,
     "recycle_bytes": 0, "min_losses_tolerated": 0,
@@ -318,22 +317,27 @@ def _absolute(device: str, file: Path) -> str:
 
 def save_config(config: PoolConfig) -> None:
     """Write a pool.toml atomically; comments and settings of an existing one are kept."""
-    document = tomlkit.parse(config.path.read_text()) if config.path.exists() else None
-    if document is None:
+    array = tomlkit.array()
+    array.extend(config.devices)
+    array.multiline(True)
+    if config.path.exists():
+        document = tomlkit.parse(config.path.read_text())
+        if "devices" not in document:  # behind a table it would become part of that
+            document = tomlkit.parse("devices = []\n" + tomlkit.dumps(document))
+        document["devices"] = array
+    else:
         document = tomlkit.document()
         document.add(tomlkit.comment("hpstore: where this pool's devices are on this machine"))
         document.add("name", tomlkit.item(config.name))
         if config.key is not None:
             document.add(tomlkit.comment("without this key nothing can be checked: keep a copy"))
             document.add("key", tomlkit.item(config.key.text))
+        document.add("devices", array)
         for table, changed in _changed(config.settings).items():
             document.add(table, tomlkit.item(changed))
-    array = tomlkit.array()
-    array.extend(config.devices)
-    document["devices"] = array.multiline(True)
     try:
         write_atomically(
-            config.path, _tables_last(document), mode=_mode(config), group=_group(config)
+            config.path, tomlkit.dumps(document), mode=_mode(config), group=_group(config)
         )
     except PermissionError as error:
         hint = rights_hint(denied_path(str(config.path.absolute())))
@@ -414,17 +418,6 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _tables_last(document: tomlkit.TOMLDocument) -> str:
-    """TOML text with `devices` above the tables, where it belongs to the top level."""
-    tables = {name: document.pop(name) for name in _TABLES if name in document}
-    text = tomlkit.dumps(document).rstrip("\n") + "\n"
-    for name, table in tables.items():
-        tail = tomlkit.document()
-        tail[name] = table
-        text += "\n" + tomlkit.dumps(tail)
-    return text
 
 
 def registry_path(name: str) -> Path:

@@ -91,3 +91,24 @@ def test_a_new_file_has_each_in_its_table_and_keeps_them(tmp_path: Path) -> None
     again = load_config(made.path)
     assert (again.devices, again.settings) == (("/a", "/b"), settings)
     assert "# often" in made.path.read_text()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'settings.health = false\nagent = {scrub_days = 3.0}\ndevices = ["/a"]\n'
+        "advanced = {queue_depth = 9}\n",
+        'devices = ["/a"]\n[agent]\nscrub_days = 3.0  # kept\n[settings]\nhealth = false\n'
+        "[agent.policy]\nreserve = 2\n[advanced]\nqueue_depth = 9\n",
+        'devices = [\n"/a",\n]\n\n# about it\n[settings]\nhealth = false\n',
+    ],
+)
+def test_devices_change_in_place_and_nothing_else_moves(tmp_path: Path, text: str) -> None:
+    """However the tables are written: one that moved behind [settings] became part of it."""
+    before = load(tmp_path, text)
+    save_config(replace(before, devices=("/a", "/b")))
+    after = load_config(before.path)
+    assert after.devices == ("/a", "/b")
+    assert (after.settings, agent_config(after)) == (before.settings, agent_config(before))
+    kept = [line for line in text.splitlines() if "/a" not in line]
+    assert [line for line in after.path.read_text().splitlines() if line in kept] == kept
