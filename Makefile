@@ -21,6 +21,7 @@ test: $(READY)
 check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 hpstore examples  # a locale chooses no encoding
 	$(BIN)/mypy
 	$(BIN)/mypy tests
 	$(BIN)/lint-imports

@@ -58,7 +58,7 @@ def read_events(path: Path, kind: str) -> list[dict[str, object]]:
     """Events of one kind, complete lines only."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for row in rows if row["event"] == kind]
 

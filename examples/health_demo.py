@@ -180,7 +180,11 @@ class Node:
 
 def reads(disk: LoopFilesystem) -> int:
     """Reads that a disk has ended."""
-    return int(Path(f"/sys/block/{os.path.basename(disk.loop)}/stat").read_text().split()[0])
+    return int(
+        Path(f"/sys/block/{os.path.basename(disk.loop)}/stat")
+        .read_text(encoding="utf-8")
+        .split()[0]
+    )
 
 
 def environment() -> dict[str, str]:

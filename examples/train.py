@@ -77,7 +77,7 @@ class Events:
     def __init__(self, path: str | None, *, silent: bool) -> None:
         self._silent = silent  # all ranks but one
         opened = path and not silent
-        self._file = open(path, "a") if opened else None  # noqa: SIM115 (lives as long as the run)
+        self._file = open(path, "a", encoding="utf-8") if opened else None  # noqa: SIM115 (lives as long as the run)
 
     def __call__(self, kind: str, text: str, **facts: object) -> None:
         if self._silent:

@@ -211,7 +211,7 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     """Read a pool.toml. Raises ConfigError that names the place and the nearest valid key."""
     file = Path(path)
     try:
-        document = tomllib.loads(file.read_text())
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ConfigError(f"{file} does not exist; `hpstore create` makes one") from error
     except PermissionError as error:
@@ -395,7 +395,9 @@ def write_atomically(
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "w") as file:
+        with open(
+            os.open(temporary, flags, 0o666 if mode is None else 0o600), "w", encoding="utf-8"
+        ) as file:
             if group >= 0:
                 os.fchown(file.fileno(), -1, group)
             if mode is not None:

@@ -219,7 +219,7 @@ class Running:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }  # fmt: skip
         self._log = log
-        with open(log, "w") as file:
+        with open(log, "w", encoding="utf-8") as file:
             self._process = subprocess.Popen(
                 command, stdout=file, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True,

@@ -73,7 +73,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "w")  # noqa: SIM115 (lives as long as the run)
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (lives as long as the run)
 
     def __call__(self, kind: str, **facts: object) -> None:
         self._file.write(json.dumps({"kind": kind, **facts}) + "\n")

@@ -9,6 +9,7 @@ Each class of hpstore.errors names its own.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 
@@ -18,6 +19,8 @@ from hpstore.errors import HpstoreError
 
 def main() -> None:
     """Run the command line; errors become one line and their class' exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows every key
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
     try:
         app(prog_name="hpstore")  # also of `python -m hpstore`, for completion scripts

@@ -117,7 +117,7 @@ def measured(todo: Mapping[str, Options], json_file: str) -> dict[str, object]:
 
     def write() -> None:
         if json_file not in ("", "-"):
-            Path(json_file).write_text(json_text(results, indent=1) + "\n")
+            Path(json_file).write_text(json_text(results, indent=1) + "\n", encoding="utf-8")
 
     def keep(name: str, found: dict[str, object]) -> None:
         results[name] = {**found, "unfinished": True}

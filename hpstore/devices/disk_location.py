@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpstore.devices.mount_table import MOUNTS, read_mounts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:
@@ -36,7 +38,7 @@ def locate(url: str, *, root: str = "/") -> Location:
     """The disk of a local device, from the table of mounts: the disk itself is not touched, so one
     that hangs can be located, too."""
     path = url.removeprefix("file://")
-    source = "" if "://" in path else _source(os.path.realpath(path), f"{root}proc/self/mountinfo")
+    source = "" if "://" in path else _source(os.path.realpath(path), f"{root}{MOUNTS[1:]}")
     if not source.startswith("/dev/"):
         return Location(disk="", serial="", by_id=())
     name = os.path.basename(os.path.realpath(f"{root}{source.lstrip('/')}"))
@@ -55,21 +57,19 @@ def _source(path: str, mounts: str) -> str:
     """What is mounted where a path lies; the latest mount of the longest place."""
     best, source = "", ""
     try:
-        lines = Path(mounts).read_text().splitlines()
+        table = read_mounts(mounts)
     except OSError:
         return ""
-    for line in lines:
-        fields, _, rest = line.partition(" - ")
-        place = fields.split()[4].replace("\\040", " ")
-        inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(best):
-            best, source = place, rest.split()[1]
+    for mount in table:
+        inside = path == mount.place or path.startswith(mount.place.rstrip("/") + "/")
+        if inside and len(mount.place) >= len(best):
+            best, source = mount.place, mount.source
     return source
 
 
 def _text(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -73,7 +74,9 @@ def device_opener(
     """How URLs become devices: a path or file:// is local, any other URL goes through fsspec.
 
     `listed`: URLs of the settings, with the passwords that are shown nowhere else.
+    Raises ConfigError where Python would write names to disk in another encoding than UTF-8.
     """
+    _require_utf8_names()
 
     def open_url(url: str) -> Device:
         if "://" in url and not url.startswith("file://"):
@@ -92,6 +95,16 @@ def device_opener(
         )
 
     return open_url
+
+
+def _require_utf8_names() -> None:
+    """Names on the devices are UTF-8: in another encoding one process would not see another's."""
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8":
+        raise ConfigError(
+            f"Python encodes file names as {encoding} here, and names on devices are UTF-8. "
+            "Nothing was opened. Start Python with PYTHONUTF8=1 or in a UTF-8 locale, as C.UTF-8."
+        )
 
 
 def identify(url: str, opener: Opener, pool_key: PoolKey | None) -> OpenedDevice:

@@ -11,6 +11,7 @@ import numpy as np
 
 from hpstore.devices.confined_names import open_beneath
 from hpstore.devices.io_uring import read_batch
+from hpstore.devices.mount_table import MOUNTS, read_mounts
 from hpstore.errors import DeviceTimeout
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.runtime.buffers import aligned_array
@@ -77,23 +78,20 @@ def some_file(root: int, directory: str) -> str | None:
     return None
 
 
-def stopped_writing(root: int, mounts: str = "/proc/self/mountinfo") -> str:
+def stopped_writing(root: int, mounts: str = MOUNTS) -> str:
     """Why the filesystem of an open directory takes no writes any more, by its mount options;
     "" where they say nothing of that. ext4 says it there since Linux 6.15, and no longer in
     statvfs."""
     device = os.fstat(root).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
-        with open(mounts) as file:
-            lines = file.read().splitlines()
+        table = read_mounts(mounts)
     except OSError:
         return ""
-    for line in lines:
-        fields = line.split(" ")
-        if len(fields) > 6 and fields[2] == number:
-            found = set(fields[-1].split(",")) & _STOPPED.keys()
-            if found:
-                return _STOPPED[min(found)]
+    for mount in table:
+        found = set(mount.options.split(",")) & _STOPPED.keys() if mount.number == number else ()
+        if found:
+            return _STOPPED[min(found)]
     return ""
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from hpstore.devices.mount_table import unescape
 from hpstore.errors import ConfigError
 
 
@@ -90,14 +91,14 @@ def local_path(url: str) -> str | None:
 def _unmounted(path: str, fstab: str) -> str:
     """A mount point of fstab, at a path or above, where nothing is mounted; "" where none is."""
     try:
-        lines = Path(fstab).read_text(errors="replace").splitlines()
+        lines = Path(fstab).read_text(encoding="utf-8", errors="surrogateescape").split("\n")
     except OSError:
         return ""
     for line in lines:
         words = line.split("#")[0].split()
         if len(words) < 3 or not words[1].startswith("/") or words[1] == "/":
             continue
-        place = words[1].replace("\\040", " ").rstrip("/")
+        place = unescape(words[1]).rstrip("/")
         if f"{path}/".startswith(f"{place}/") and not os.path.ismount(place):
             return place
     return ""

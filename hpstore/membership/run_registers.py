@@ -34,7 +34,7 @@ def _machine() -> tuple[str, str]:
     found = []
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
         try:
-            found.append(Path(path).read_text().strip())
+            found.append(Path(path).read_text(encoding="utf-8", errors="replace").strip())
         except OSError:
             found.append("")
     return found[0] or socket.gethostname(), found[1]

@@ -67,6 +67,7 @@ def create_pool(
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
+    opener = device_opener(settings or Settings())
     if not allow_root_disk:
         require_mounted(urls)
     made = PoolConfig(
@@ -80,7 +81,7 @@ def create_pool(
     with ExitStack() as undo:
         keep = partial(_keep, made, undo)
         record = create_members(
-            urls, domains, device_opener(made.settings), made,
+            urls, domains, opener, made,
             data=chosen.data, parity=chosen.parity, unit_bytes=unit_bytes, keep=keep,
         )  # fmt: skip
         undo.pop_all()

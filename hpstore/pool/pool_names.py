@@ -32,7 +32,7 @@ def read_table(file: Path) -> dict[str, Path]:
     ConfigError.
     """
     try:
-        rows = tomllib.loads(file.read_text())
+        rows = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         if os.environ.get(VARIABLE):
             raise ConfigError(f"{VARIABLE} names {file}, which does not exist") from error

@@ -116,8 +116,8 @@ def _groups() -> Iterator[tuple[str, str, str]]:
 
 def _lines(path: str) -> list[str]:
     try:
-        with open(path) as file:
-            return file.read().splitlines()
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            return [line for line in file.read().split("\n") if line]
     except OSError:  # there is no such group
         return []
 

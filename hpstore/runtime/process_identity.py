@@ -7,9 +7,13 @@ from pathlib import Path
 
 
 def started(pid: int) -> str:
-    """Start time of a process in ticks since boot; "" when there is none."""
+    """Start time of a process in ticks since boot (proc(5), stat, field 22); "" when there is none.
+
+    The name before it may hold anything, also what is not UTF-8.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
 

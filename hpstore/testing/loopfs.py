@@ -182,7 +182,9 @@ class LoopFilesystem(Closing):
 
     def read_only(self) -> None:
         """Let the kernel find an error: the filesystem turns read-only under open files."""
-        with open(f"/sys/fs/ext4/{os.path.basename(self.loop)}/trigger_fs_error", "w") as file:
+        with open(
+            f"/sys/fs/ext4/{os.path.basename(self.loop)}/trigger_fs_error", "w", encoding="utf-8"
+        ) as file:
             file.write("x")
 
     def lazy_unmount(self) -> None:

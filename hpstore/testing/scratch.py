@@ -56,7 +56,7 @@ def fails(*command: str) -> bool:
 
 def mount_points() -> list[str]:
     """All of this machine, in the order in which they were mounted."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
     return [line.split()[4].replace("\\040", " ") for line in lines]
 
 
@@ -98,7 +98,7 @@ def throttle_problem() -> str | None:
 
 def throttle(loop: str, bytes_per_second: int, calls_per_second: int = 0) -> None:
     """Limit reads and writes of a loop device, each; 0 lifts a limit. For all processes."""
-    number = Path(f"/sys/block/{os.path.basename(loop)}/dev").read_text().strip()
+    number = Path(f"/sys/block/{os.path.basename(loop)}/dev").read_text(encoding="utf-8").strip()
     for limit in _LIMITS:
         value = bytes_per_second if limit.endswith("bps") else calls_per_second
         (_BLKIO / f"blkio.throttle.{limit}_device").write_text(f"{number} {value}")

@@ -161,7 +161,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         for part, name in _FILES.items():
             if loaded[part] is not None:
                 torch.save(loaded[part], os.path.join(folder, name))
-        Path(folder, "trainer_state.json").write_text(loaded["trainer_state"])
+        Path(folder, "trainer_state.json").write_text(loaded["trainer_state"], encoding="utf-8")
         return folder
 
     def _load(self, step: int | None) -> tuple[int, dict[str, Any]] | None:

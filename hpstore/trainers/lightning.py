@@ -170,7 +170,8 @@ class PoolCheckpointIO(CheckpointIO):
             self._make_way(marker)
             pool = self.checkpoints.pool.config.name
             Path(marker).write_text(
-                f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n"
+                f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n",
+                encoding="utf-8",
             )
 
     def _write(self, marker: str | None, checkpoint: dict[str, Any]) -> None:

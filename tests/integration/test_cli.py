@@ -178,6 +178,32 @@ def test_a_reader_that_has_seen_enough_is_no_error(cli: Cli) -> None:
     assert ended.returncode == 0
 
 
+def test_a_terminal_that_cannot_show_a_key_gets_its_code_points(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:  # fmt: skip
+    """Not a traceback, which a log of a service in the C locale got."""
+    (tmp_path / "file").write_bytes(b"x")
+    cli.run("put", cli.pool, "ключ/é", "file")
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    for words in (("ls",), ("stat", "ключ/é"), ("versions", "ключ/é"), ("rm", "ключ/é", "--yes")):
+        with cli.start(words[0], cli.pool, *words[1:], stdout=subprocess.PIPE) as ended:
+            out, err = ended.communicate(timeout=60)
+        assert (ended.returncode, err) == (0, "")
+        assert words[0] != "ls" or out == "\\u043a\\u043b\\u044e\\u0447/\\xe9\n"
+
+
+def test_names_on_devices_are_utf8_or_nothing_is_opened(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another encoding a process would store keys that the others do not see."""
+    for name, value in (("LC_ALL", "C"), ("PYTHONUTF8", "0"), ("PYTHONCOERCECLOCALE", "0")):
+        monkeypatch.setenv(name, value)
+    for words in (("status", cli.pool), ("create", "other.toml", "--scheme", "2+1", *"abc")):
+        assert "PYTHONUTF8=1" in cli.fails(*words, code=2)
+    assert not list(cli.directory.glob("[abc]"))
+    assert not (cli.directory / "other.toml").exists()
+
+
 def test_an_interrupt_says_what_is_safe(cli: Cli) -> None:
     ended = cli.start("status", cli.pool, "--watch", stdout=subprocess.PIPE)
     assert ended.stdout is not None

@@ -14,7 +14,6 @@ from hpstore.loaders.gpu.direct.machine_facts import (
     machine_obstacle,
     mount_facts,
     mount_obstacle,
-    parse_mountinfo,
     transport_of,
 )
 
@@ -24,12 +23,6 @@ GOOD = MachineFacts(
 NVME = MountFacts(
     filesystem="ext4", options="rw,data=ordered", source="/dev/nvme0n1p1", transport="nvme"
 )
-MOUNTINFO = """\
-22 28 0:20 / /proc rw,nosuid shared:5 - proc proc rw
-28 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw,errors=remount-ro
-90 28 259:5 / /mnt/a\\040b rw,noatime shared:44 master:3 - xfs /dev/nvme1n1 rw,attr2
-95 28 259:5 /sub /mnt/c rw,noatime - xfs /dev/nvme1n1 rw,inode64
-"""
 
 
 @pytest.mark.parametrize(
@@ -69,13 +62,6 @@ def test_doubts_name_what_makes_cufile_bounce() -> None:
     md = replace(NVME, transport="md", options="rw,data=writeback")
     assert len(doubts(bare, md)) == 4
     assert doubts(GOOD, replace(NVME, filesystem="btrfs")) == ("btrfs may not be supported",)
-
-
-def test_the_last_mount_of_a_device_counts() -> None:
-    """proc_pid_mountinfo(5): optional fields differ in number; what is unknown says so."""
-    assert parse_mountinfo(MOUNTINFO, "259:5") == ("xfs", "rw,inode64", "/dev/nvme1n1")
-    assert parse_mountinfo(MOUNTINFO, "259:2")[0] == "ext4"
-    assert parse_mountinfo(MOUNTINFO, "8:1") == ("unknown", "", "")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def resident_bytes() -> int:
 def _rollup(pid: str, *names: str) -> int:
     """Bytes in these lines of a process's smaps_rollup; 0 when it is gone."""
     with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
         return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
     return 0
 

@@ -89,7 +89,7 @@ def growth_session(sections: Sections, spec: CheckpointSpec) -> Found:
 
 def bytes_read_so_far() -> int:
     """What this process has read from block devices; page cache hits do not count."""
-    for line in Path("/proc/self/io").read_text().splitlines():
+    for line in Path("/proc/self/io").read_text(encoding="utf-8").splitlines():
         if line.startswith("read_bytes:"):
             return int(line.split()[1])
     return 0

@@ -33,7 +33,7 @@ COPIES = 3.5  # of the state: what a session keeps (staging, two files) and what
 
 def memory_bytes(name: str) -> int:
     """A line of /proc/meminfo, such as MemAvailable or MemFree; 0 where the kernel has none."""
-    with contextlib.suppress(OSError), Path("/proc/meminfo").open() as lines:
+    with contextlib.suppress(OSError), Path("/proc/meminfo").open(encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024

@@ -64,7 +64,7 @@ def drop_caches(directory: Path, nbytes: int) -> str:
     if nbytes < GIB:
         return "directory entries were kept"
     try:
-        _DROP.write_text("3")
+        _DROP.write_text("3", encoding="utf-8")
     except OSError as error:
         return f"the page cache cannot be dropped: {error}"
     return ""

@@ -72,7 +72,7 @@ class SaveAttempt:
 def here() -> tuple[str, str, str]:
     """This host's name, its boot id and the namespace of this process' id."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         boot = namespace = ""
@@ -85,7 +85,7 @@ def began(pid: int) -> int | None:
     None when there is none; 0 when that cannot be told.
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(text.rpartition(")")[2].split()[19])  # a name before it may hold anything
     except (FileNotFoundError, ProcessLookupError):
         return None

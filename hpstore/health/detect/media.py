@@ -39,7 +39,7 @@ def traits_of(url: str, *, sys_root: str = "/sys") -> Traits:
 def _text(path: str, otherwise: str | None = None) -> str:
     """A small file of the kernel. Raises OSError unless there is an `otherwise`."""
     try:
-        with open(path) as file:
+        with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
     except OSError:
         if otherwise is None:

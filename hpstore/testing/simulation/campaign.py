@@ -146,7 +146,7 @@ def _explain(options: argparse.Namespace, found: CampaignResult) -> None:
 
 def replay(path: Path, options: argparse.Namespace) -> int:
     """Run a kept schedule and print its trace."""
-    schedule = Schedule.from_json(path.read_text())
+    schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
     with installed(checkpoints=schedule.saves), mutated(options.mutation):
         outcome = run(schedule)
     _say(f"{outcome.schedule}\n\n" + "\n".join(outcome.trace))

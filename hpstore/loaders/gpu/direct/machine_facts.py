@@ -8,6 +8,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpstore.devices.mount_table import read_mounts
+
 NO_DIRECT_IO = ("overlay", "tmpfs", "ramfs", "fuse", "proc", "sysfs")
 
 
@@ -62,7 +64,7 @@ def _has_module(name: str) -> bool:
 
 def _kernel_has(symbol: str) -> bool:
     try:
-        with open("/proc/kallsyms") as symbols:
+        with open("/proc/kallsyms", encoding="utf-8", errors="replace") as symbols:
             return any(symbol in line for line in symbols)
     except OSError:
         return False
@@ -72,24 +74,14 @@ def mount_facts(directory: str) -> MountFacts:
     """Look at the mount of a directory. Raises OSError when there is none."""
     number = os.stat(directory).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    filesystem, options, source = parse_mountinfo(Path("/proc/self/mountinfo").read_text(), device)
+    found = [mount for mount in read_mounts() if mount.number == device]
+    transport = _transport(device)
+    if not found:
+        return MountFacts(filesystem="unknown", options="", source="", transport=transport)
+    last = found[-1]
     return MountFacts(
-        filesystem=filesystem, options=options, source=source, transport=_transport(device)
+        filesystem=last.filesystem, options=last.options, source=last.source, transport=transport
     )
-
-
-def parse_mountinfo(text: str, device: str) -> tuple[str, str, str]:
-    """(filesystem, options, source) of the last mount of a major:minor; "unknown" when none is.
-
-    Format: proc_pid_mountinfo(5). Options are those of the superblock: `data=ordered` is there.
-    """
-    found = ("unknown", "", "")
-    for line in text.splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2:3] == [device] and len(rest.split()) >= 3:
-            filesystem, source, options = rest.split(maxsplit=2)
-            found = (filesystem, options, source)
-    return found
 
 
 def _transport(device: str) -> str:
@@ -149,4 +141,4 @@ def doubts(machine: MachineFacts, mount: MountFacts) -> tuple[str, ...]:
 
 
 __all__ = ["MachineFacts", "MountFacts", "doubts", "machine_facts", "machine_obstacle",
-           "mount_facts", "mount_obstacle", "parse_mountinfo", "transport_of"]  # fmt: skip
+           "mount_facts", "mount_obstacle", "transport_of"]  # fmt: skip
