@@ -30,6 +30,7 @@
         TooManyErasures              exit 32  more units lost than parity can replace
         RegistersUnavailable         exit 36  no majority of devices can be locked or written
       MembershipError                exit 33  a membership change is refused
+      ThreadsExhausted               exit 38  this process may start no more threads
       LockTimeout                    exit 34
       BudgetExceeded                 exit 35
       CheckpointError                exit 40
@@ -255,6 +256,13 @@ class MembershipError(HpstoreError):
     exit_code = 33
 
 
+class ThreadsExhausted(HpstoreError):
+    """This process, or its container, may start no more threads. Says nothing of what is stored:
+    raise the limit, or use fewer threads."""
+
+    exit_code = 38
+
+
 class LockTimeout(HpstoreError):
     """Another process holds the lock past the deadline."""
 
@@ -379,6 +387,7 @@ __all__ = [
     "SomeFailed",
     "StepBroken",
     "StepVoid",
+    "ThreadsExhausted",
     "TooFewDevices",
     "TooManyErasures",
     "VersionConflict",

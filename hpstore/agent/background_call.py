@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from hpstore.errors import HpstoreError
+from hpstore.runtime.threads import start_thread
 
 T = TypeVar("T")
 
@@ -40,7 +41,8 @@ class CallSlot(Generic[T]):
                 future.set_exception(error)
 
         if self._threads:
-            threading.Thread(target=run, name=f"hpstore-agent-{self._name}", daemon=True).start()
+            name = f"hpstore-agent-{self._name}"
+            start_thread(threading.Thread(target=run, name=name, daemon=True))
         else:
             run()
 

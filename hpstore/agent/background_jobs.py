@@ -19,6 +19,7 @@ from hpstore.format.records import DeviceState, Member
 from hpstore.maintenance.rebalance import RebalanceReport
 from hpstore.maintenance.rebuild import Progress, RebuildReport
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 _QUEUED = 256
@@ -124,7 +125,7 @@ class Jobs:
     def start(self) -> None:
         """Work in the background from now on."""
         self._thread = threading.Thread(target=self._work, name="hpstore-agent-jobs", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def submit(self, job: BackgroundJob) -> bool:
         """Queue a job, unless one like it waits already; interrupts what is less urgent."""

@@ -15,6 +15,7 @@ from hpstore.agent.prometheus import exposition
 from hpstore.agent.status_page import render
 from hpstore.errors import ConfigError
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 _SECONDS = 10.0  # for a client to say what it wants
@@ -55,7 +56,7 @@ class StatusServer(Closing):
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="hpstore-agent-web", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def url(self) -> str:

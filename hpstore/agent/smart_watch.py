@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.forecast.this_machine import judge_past, judge_reading, recorded
 from hpstore.health.policy.states import ForecastOutlook
 from hpstore.health.smart.readout import Readout, SmartReading, read_disk
+from hpstore.runtime.threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 RECORD_FILE = "disks.csv"
@@ -95,7 +96,7 @@ class DiskWatch:
     def _read_all(self, disks: list[str]) -> dict[str, SmartReading]:
         if not disks:
             return {}
-        with ThreadPoolExecutor(_AT_ONCE, "hpstore-smart") as pool:
+        with WorkerThreads(_AT_ONCE, "hpstore-smart") as pool:
             futures: dict[str, Future[SmartReading]] = {
                 d: pool.submit(self._read, d) for d in disks
             }

@@ -24,6 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpstore.errors import ThreadsExhausted
+from hpstore.runtime.threads import start_thread
+
 _log = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
@@ -36,6 +39,7 @@ _SQES_OFFSET = 0x10000000
 _GETEVENTS, _WITH_TIMEOUT, _OP_READ = 1, 8, 22
 _FEATURES_WORD, _FEATURE_TIMEOUT = 5, 1 << 8
 _PAUSE_SECONDS, _PATIENCE_SECONDS = 0.001, 0.05
+_KEPT_FOR_GOOD: list[object] = []  # memory that the kernel may still write to
 _SILENT_SECONDS = 1.0  # without an end of any read, until somebody is asked whether to go on
 _LOOKS = 16  # a timed batch's end is looked at in steps down to so small a part of it
 _PARAMS_WORDS, _SQ_WORDS, _CQ_WORDS = 30, slice(10, 20), slice(20, 30)  # struct io_uring_params
@@ -272,7 +276,11 @@ class Ring:
                 time.sleep(_PATIENCE_SECONDS)
             ended.set_result(None)
 
-        threading.Thread(target=wait, args=(keep,), name="hpstore-late", daemon=True).start()
+        thread = threading.Thread(target=wait, args=(keep,), name="hpstore-late", daemon=True)
+        try:
+            start_thread(thread)
+        except ThreadsExhausted:  # the kernel writes there at any time: nobody has it any more
+            _KEPT_FOR_GOOD.append((self, keep))
         return ended
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
+class MountEntry:
     """A line of proc_pid_mountinfo(5). Names decode as Python decodes paths."""
 
     number: str  # major:minor
@@ -20,13 +20,13 @@ class Mount:
     options: str  # those of the superblock: ext4's data=ordered is there
 
 
-def read_mounts(path: str = MOUNTS) -> list[Mount]:
+def read_mounts(path: str = MOUNTS) -> list[MountEntry]:
     """All mounts, later ones over earlier ones. Raises OSError."""
     with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
         return parse_mounts(file.read())
 
 
-def parse_mounts(text: str) -> list[Mount]:
+def parse_mounts(text: str) -> list[MountEntry]:
     """Mounts of a table; what is no line of one is passed over. Pure."""
     found = []
     for line in text.split("\n"):
@@ -34,7 +34,7 @@ def parse_mounts(text: str) -> list[Mount]:
         first, last = fields.split(" "), rest.split(" ")
         if len(first) >= 6 and len(last) >= 3:
             found.append(
-                Mount(
+                MountEntry(
                     number=first[2], place=unescape(first[4]), filesystem=last[0],
                     source=unescape(last[1]), options=last[2],
                 )
@@ -47,4 +47,4 @@ def unescape(text: str) -> str:
     return _OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
 
 
-__all__ = ["Mount", "parse_mounts", "read_mounts", "unescape"]
+__all__ = ["MountEntry", "parse_mounts", "read_mounts", "unescape"]

@@ -16,12 +16,13 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from hpstore.config import Settings, private_directory
 from hpstore.devices.base import Device
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, ThreadsExhausted
 from hpstore.health.detect.evidence import Traits
 from hpstore.health.detect.io_recorder import Operation
 from hpstore.health.detect.media import traits_of
@@ -46,6 +47,7 @@ from hpstore.health.policy.states import (
 )
 from hpstore.health.snapshot import DeviceSight, HealthSnapshot, Round
 from hpstore.objects.context import PoolContext
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
@@ -132,11 +134,12 @@ class Monitor:
         with self._starting:
             if self._thread is None and self._automatic:
                 self._stop = threading.Event()
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=_run, args=(weakref.ref(self), self._stop), name="hpstore-health",
                     daemon=True,
                 )  # fmt: skip
-                self._thread.start()
+                with suppress(ThreadsExhausted):  # the calls that are measured go on
+                    self._thread = start_thread(thread)
 
     def pause(self) -> None:
         """Tick no more but by `tick_now`. Joins the thread."""

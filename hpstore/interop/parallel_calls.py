@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.objects.read.range_reader import READ_TRIES, PooledReader
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB
 
 WORKERS = 8  # as many calls as saturate what was measured: 4-12 on all devices
@@ -41,7 +41,7 @@ def stat_all(pool: Pool, keys: Sequence[str]) -> list[ObjectInfo]:
     if len(keys) <= _SERIAL:
         found = [stat(key) for key in keys]
     else:
-        with ThreadPoolExecutor(WORKERS, "hpstore-stat") as threads:
+        with WorkerThreads(WORKERS, "hpstore-stat") as threads:
             found = list(threads.map(stat, keys))
     return [info for info in found if info is not None]
 
@@ -84,7 +84,7 @@ def read_ranges(
     if len(jobs) == 1:
         read(jobs[0])
     else:
-        with ThreadPoolExecutor(WORKERS, "hpstore-ranges") as threads:
+        with WorkerThreads(WORKERS, "hpstore-ranges") as threads:
             list(threads.map(read, jobs))
     return results
 

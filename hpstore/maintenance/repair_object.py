@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -43,6 +42,7 @@ from hpstore.objects.write.put import (
     write_new_version,
 )
 from hpstore.objects.write.put_source import MemorySource
+from hpstore.runtime.threads import WorkerThreads
 
 REPAIR_TRIES = 6
 Throttle = Callable[[int], None]
@@ -461,7 +461,7 @@ def _rebuild_runs(
         throttle((high - low) * len(wanted))
         return reader.rebuild_run(low, high, wanted)
 
-    with ThreadPoolExecutor(1, "hpstore-rebuild") as ahead:
+    with WorkerThreads(1, "hpstore-rebuild") as ahead:
         coming = ahead.submit(made, 0) if size else None
         low = 0
         try:

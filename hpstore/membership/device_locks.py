@@ -14,10 +14,17 @@ from functools import partial
 from typing import TypeVar
 
 from hpstore.devices.base import Device, Hold
-from hpstore.errors import AlreadyClosed, DeviceTimeout, LockTimeout, RegistersUnavailable
+from hpstore.errors import (
+    AlreadyClosed,
+    DeviceTimeout,
+    LockTimeout,
+    RegistersUnavailable,
+    ThreadsExhausted,
+)
 from hpstore.objects.context import PoolContext
 from hpstore.runtime.deadline_wait import QUICK_SECONDS, wait_awake
 from hpstore.runtime.scheduler import no_answer, outcome
+from hpstore.runtime.threads import start_thread
 
 T = TypeVar("T")
 _GATE_SECONDS = 1.0  # for the first device; it is only there to keep contenders in one order
@@ -186,9 +193,13 @@ class DeviceLocks:
                 if hung is not None:  # at once, if it has ended by now
                     hung.add_done_callback(partial(self._let_go_after, hold))
                     continue
-                threading.Thread(
+                release = threading.Thread(
                     target=self._let_go, args=(hold,), name="hpstore-release", daemon=True
-                ).start()
+                )
+                try:
+                    start_thread(release)
+                except ThreadsExhausted:  # to close it could wait for ever
+                    continue
             else:
                 futures.append(future)
         wait_awake(futures, _GRACE_SECONDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from hpstore.errors import HpstoreError, ObjectNotFound, SomeFailed
@@ -22,6 +21,7 @@ from hpstore.objects.write.many_writes import (
 from hpstore.objects.write.put import delete_object, put_object
 from hpstore.objects.write.put_source import PutSource, as_source
 from hpstore.pool.loss_tolerance import require_stored, require_tolerance, wanted_losses
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB
 
 BATCHES = 2  # at once: while one waits for its syncs, the next is looked up and planned
@@ -126,7 +126,7 @@ def _side_by_side(call: Callable[[T], U], batches: Sequence[T]) -> Iterator[U]:
     if len(batches) <= 1:
         yield from map(call, batches)
         return
-    with ThreadPoolExecutor(BATCHES, "hpstore-batch") as threads:
+    with WorkerThreads(BATCHES, "hpstore-batch") as threads:
         futures = [threads.submit(call, batch) for batch in batches]
         try:
             for future in futures:

@@ -7,13 +7,15 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from hpstore.devices.base import Device
 from hpstore.devices.opener import is_released
-from hpstore.errors import HpstoreError
+from hpstore.errors import HpstoreError, ThreadsExhausted
 from hpstore.health.snapshot import Round
 from hpstore.objects.context import PoolContext
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 EVERY_SECONDS = 5.0  # between two looks
@@ -66,8 +68,10 @@ class Follower:
     def _follow(self) -> None:
         if self._closed or (self._thread is not None and self._thread.is_alive()):
             return
-        self._thread = threading.Thread(target=self._read_anew, name="hpstore-follow", daemon=True)
-        self._thread.start()
+        with suppress(ThreadsExhausted):  # the next look tries again
+            self._thread = start_thread(
+                threading.Thread(target=self._read_anew, name="hpstore-follow", daemon=True)
+            )
 
     def _read_anew(self) -> None:
         try:

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 
 from hpstore.agreement.claims import Claims
@@ -36,6 +36,7 @@ from hpstore.errors import (
     MembershipError,
     RegistersForeign,
     RegistersUnavailable,
+    ThreadsExhausted,
 )
 from hpstore.format.records import Member, PoolRecord
 from hpstore.health.monitor import Monitor
@@ -68,6 +69,7 @@ from hpstore.pool.process_resources import RepairQueue, make_scheduler, make_sto
 from hpstore.runtime.clock import Clock, SystemClock
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.lacks import lacks_total, naming_lacks
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -357,10 +359,12 @@ class PoolSession(Closing):
             return
         with self._starting:
             if self._repairer is None or not self._repairer.is_alive():
-                self._repairer = threading.Thread(
-                    target=self._repair_loop, name="hpstore-repair", daemon=True
-                )
-                self._repairer.start()
+                with suppress(ThreadsExhausted):  # the next damage tries again; the read goes on
+                    self._repairer = start_thread(
+                        threading.Thread(
+                            target=self._repair_loop, name="hpstore-repair", daemon=True
+                        )
+                    )
         self._wake.set()
 
     def _repair_loop(self) -> None:

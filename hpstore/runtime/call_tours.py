@@ -18,6 +18,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
+from hpstore.errors import ThreadsExhausted
+from hpstore.runtime.threads import start_thread
+
 _log = logging.getLogger(__name__)
 STILL_SECONDS = 0.005  # after which a tour is left
 WORKERS = 4
@@ -157,8 +160,8 @@ class Tours:
                 name = f"hpstore-tour-{len(self.threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
                 try:
-                    thread.start()
-                except RuntimeError:  # no more threads are to be had: the lanes have theirs
+                    start_thread(thread)
+                except ThreadsExhausted:  # the lanes have theirs
                     return None
                 self.threads.append(thread)
             else:

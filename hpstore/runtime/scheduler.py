@@ -14,13 +14,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
 from hpstore.errors import AlreadyClosed, DeviceTimeout
 from hpstore.runtime.call_tours import Tour, Tours, join, run_all, settle
 from hpstore.runtime.deadline_wait import Patience, wait_awake, wait_for_enough
+from hpstore.runtime.threads import WorkerThreads, start_some
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -37,19 +38,19 @@ class _Lane:
         self._number = itertools.count()  # of a job: equals are taken in their order
         self.pending = 0
         self.busy_since: dict[int, float] = {}  # worker -> when its call began
-        self.alive = workers
         self.ended = False  # takes no more jobs
         self.at_end: Callable[[], None] | None = None  # run by the last worker that stops
         self.unanswered: Future[Any] | None = None  # a call made elsewhere, or the only one
         self.lock = threading.Lock()  # guards all of the above
-        self.threads = [
+        threads = [
             threading.Thread(
                 target=self._work, args=(i,), name=f"hpstore-{device[:8]}-{i}", daemon=True
             )
             for i in range(workers)
         ]
-        for thread in self.threads:
-            thread.start()
+        with self.lock:  # which a worker that ends takes
+            self.threads = start_some(threads)
+            self.alive = len(self.threads)
 
     def _work(self, worker: int) -> None:
         while (job := self._jobs.get()[2]) is not None:
@@ -140,7 +141,7 @@ class Scheduler:
         self._workers, self._depth = workers_per_device, queue_depth
         self._compute_threads, self._threads = compute_threads, threads
         self._lanes: dict[str, _Lane] = {}
-        self._compute: ThreadPoolExecutor | None = None
+        self._compute: WorkerThreads | None = None
         self._late: dict[str, tuple[Future[Any], float]] = {}  # an unanswered call, its beginning
         self._lock = threading.Lock()  # guards _lanes, _compute, _late, _closed, _pid
         self._tours = Tours()
@@ -340,8 +341,14 @@ class Scheduler:
         with self._lock:
             self._require_open()
             if self._compute is None:
-                self._compute = ThreadPoolExecutor(self._compute_threads, "hpstore-compute")
-            return self._compute.submit(call)
+                self._compute = WorkerThreads(self._compute_threads, "hpstore-compute")
+            workers = self._compute
+        try:
+            return workers.submit(call)  # it may run here, and ask this scheduler
+        except RuntimeError:
+            with self._lock:
+                self._require_open()
+            raise
 
     def answers(self, device: str) -> bool:
         """False while submit() would refuse a call because earlier ones have not ended."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class NamedCheckpoints(Closing):
         self._checkpoints = Checkpointer(
             pool, f"{prefix}/{SAVES}", rng=False, group="alone", allow_pickle=allow_pickle
         )
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hpstore-names")
+        self._worker = WorkerThreads(1, "hpstore-names")
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
         # names to remove, and whom to tell; the worker's alone
         self._postponed: dict[str, Callable[[], None] | None] = {}

@@ -12,14 +12,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from hpstore.checkpoint.format.checkpoint_manifest import attempt_key
-from hpstore.errors import HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.errors import HpstoreError, ObjectNotFound, ThreadsExhausted, VersionConflict
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 60.0
@@ -161,8 +163,13 @@ class Heartbeat:
         )  # fmt: skip
         self._over = threading.Event()
         self._version = pool.put(self._key, self._note.encode()).version
-        self._thread = threading.Thread(target=self._beat, name="hpstore-beat", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._beat, name="hpstore-beat", daemon=True)
+        try:
+            self._thread = start_thread(thread)
+        except ThreadsExhausted:  # else the note says that this save is under way
+            with suppress(HpstoreError, OSError):
+                pool.delete(self._key)
+            raise
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):

@@ -14,7 +14,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +48,7 @@ from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, Versio
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.keys import check_key
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import GIB
 
 SLICE_BYTES = GIB  # of the staging buffer, where tensors are not already in one block
@@ -225,7 +225,7 @@ class StorageWriter(TorchStorageWriter):
         """One segment, hashed while it is written."""
         key = f"{self.path}/{segment_name(self._nonce, self._rank or 0, part)}"
         own.append(key)
-        with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
+        with WorkerThreads(1, "hpstore-hash") as hashing:
             hashes = hashing.submit(digests_of, memory, items)
             info = self._pool.put(key, memory.data)
             digests = hashes.result()

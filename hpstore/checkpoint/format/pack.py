@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from hpstore.checkpoint.format.segment_codecs import encoder
 from hpstore.checkpoint.format.segment_plan import SMALL_ITEM_BYTES, compacted
 from hpstore.codec.galois import Bytes
 from hpstore.format.checksum import digest128
+from hpstore.runtime.threads import WorkerThreads
 
 _SAMPLES = 64  # lines of 64 bytes that a probe looks at
 _COMPRESSORS = 4
@@ -134,7 +134,7 @@ def compress(memory: Bytes, items: Iterable[Item], codec: str) -> list[Item]:
     """
     done: dict[tuple[int, int], Item] = {}
     result = []
-    with ThreadPoolExecutor(_COMPRESSORS, "hpstore-compress") as pool:
+    with WorkerThreads(_COMPRESSORS, "hpstore-compress") as pool:
         for item in items:
             place = (item.offset, item.length)
             if item.length < SMALL_ITEM_BYTES:
@@ -146,7 +146,7 @@ def compress(memory: Bytes, items: Iterable[Item], codec: str) -> list[Item]:
     return result
 
 
-def _compress_item(memory: Bytes, item: Item, codec: str, pool: ThreadPoolExecutor) -> Item:
+def _compress_item(memory: Bytes, item: Item, codec: str, pool: WorkerThreads) -> Item:
     """Frames are compressed in parallel, a bounded number ahead, and laid down in order.
 
     No frame is laid down past its own end, so those that follow are untouched.

@@ -27,8 +27,9 @@ from hpstore.checkpoint.ranks.sigterm import (
     handler_in_front,
     require_handling,
 )
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, ThreadsExhausted
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 ON_SIGTERM = ("finish", "save")
@@ -96,8 +97,12 @@ class Preemption(Closing):
             self._handler.add_notice(self._notice)
         except CheckpointError as error:
             _log.warning("a SIGTERM to this process is no notice: %s", error)
-        self._thread = threading.Thread(target=self._watch, name="hpstore-sigterm", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._watch, name="hpstore-sigterm", daemon=True)
+        try:
+            self._thread = start_thread(thread)
+        except ThreadsExhausted:
+            self._forget()
+            raise
 
     # --- the trainer's thread -----------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -27,6 +26,7 @@ from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
 from hpstore.pool.pool import Pool, PooledReader
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import KIB, MIB
 
 _log = logging.getLogger(__name__)
@@ -358,7 +358,7 @@ def run_reads(
 
     if len(by_segment) <= 1:
         return sum(map(one, by_segment))
-    with ThreadPoolExecutor(_READERS, "hpstore-restore") as threads:
+    with WorkerThreads(_READERS, "hpstore-restore") as threads:
         return sum(threads.map(one, by_segment))
 
 
@@ -397,14 +397,14 @@ def _require_there(pool: Pool, segments: Sequence[Segment], warm: Warm | None) -
             with _opened(pool, segment):
                 return
 
-    with ThreadPoolExecutor(_READERS, "hpstore-restore") as threads:
+    with WorkerThreads(_READERS, "hpstore-restore") as threads:
         list(threads.map(look, segments))
 
 
 def _from_memory(segment: Segment, memory: Bytes, parts: Sequence[SegmentReads]) -> bool:
     """Take a segment from the staging buffer, hashes compared; False when they do not match."""
     try:
-        with ThreadPoolExecutor(len(parts), "hpstore-restore") as threads:
+        with WorkerThreads(len(parts), "hpstore-restore") as threads:
             list(threads.map(_give, parts, itertools.repeat(memory)))  # one hashes, another copies
     except IntegrityError as error:
         _log.warning("segment %s is read from the pool, memory does not serve: %s",

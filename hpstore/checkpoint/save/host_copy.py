@@ -12,12 +12,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 
 import numpy as np
 import torch
 
 from hpstore.codec.galois import Bytes
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import KIB, MIB
 
 PIECE_BYTES = 4 * MIB
@@ -68,7 +69,7 @@ class Copier:
     """Makes the copies of one save at a time. Threads start with the first, end with close()."""
 
     def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: WorkerThreads | None = None
         self._helpers = max(0, min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1)
 
     def run(self, pairs: Iterable[Pair]) -> None:
@@ -88,7 +89,7 @@ class Copier:
                         np.copyto(to, piece)
 
         if self._helpers and self._threads is None:
-            self._threads = ThreadPoolExecutor(self._helpers, "hpstore-copy")
+            self._threads = WorkerThreads(self._helpers, "hpstore-copy")
         others = []
         if self._threads is not None:
             others = [self._threads.submit(work) for _ in range(self._helpers)]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import step_prefix
-from hpstore.errors import HpstoreError
+from hpstore.errors import HpstoreError, ThreadsExhausted
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import start_thread
 from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ class SpaceMaker:
         """Begin. `sizes`: of the segments of one step, of all ranks; none: as of the newest."""
         if not self._pool.admin.recycles:
             return
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._run, args=(list(sizes),), name="hpstore-prepare", daemon=True
         )
-        self._thread.start()
+        with suppress(ThreadsExhausted):  # saves then make their files as they go
+            self._thread = start_thread(thread)
 
     def _run(self, sizes: list[int]) -> None:
         self._stopped.wait(BEGIN_SECONDS)

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, HpstoreError, TooFewDevices, VersionConflict
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -235,7 +236,7 @@ class SaveJob:
             )  # fmt: skip
             data = memory[: packed.size]
             self._own.append(key)
-            with ThreadPoolExecutor(1, "hpstore-hash") as hashing:
+            with WorkerThreads(1, "hpstore-hash") as hashing:
                 hashes = hashing.submit(digests_of, memory, packed.items)
                 if self._tree_text is None and self._ranks.world == 1:
                     # beside the writes: 10,000 tensors are 10 ms of JSON

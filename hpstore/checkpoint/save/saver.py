@@ -37,6 +37,7 @@ from hpstore.checkpoint.save.write_rate import save_rate
 from hpstore.checkpoint.state.targets import State
 from hpstore.errors import CheckpointError
 from hpstore.runtime.collector_pause import collector_paused
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class Saver:
             daemon=True,  # Draining waits for it at the end, with a limit
         )
         try:
-            thread.start()  # first: beside copies it was seen to wait 7 ms for a core
+            start_thread(thread)  # first: beside copies it was seen to wait 7 ms for a core
             late = self._stage.begin(
                 prepared, state, self.counters, lambda p: self._write_part(job, p)
             )
@@ -162,7 +163,7 @@ class Saver:
             handle = SaveHandle(step, seconds, future, late_seconds=late)
             self._underway = Underway(handle=handle, thread=thread, tidied=tidied)
             staged.set_result(seconds)
-        except BaseException as error:  # RuntimeError of start() too: there are no more threads
+        except BaseException as error:  # ThreadsExhausted, too
             if not staged.done():
                 self._underway = None
                 staged.set_exception(error)

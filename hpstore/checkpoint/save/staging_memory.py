@@ -20,6 +20,7 @@ from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.copy_samples import Samples
 from hpstore.checkpoint.save.host_copy import Copier, pieces
 from hpstore.errors import CheckpointError
+from hpstore.runtime.threads import start_thread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +120,11 @@ class Staging:
         self._arrival = self._enqueue([(copy.target, copy.source) for copy in self._beside])
         if self._later:
             samples = self._sampled(self._later)
-            threading.Thread(
-                target=self._copy_later, args=(samples,), name="hpstore-stage", daemon=True
-            ).start()
+            start_thread(
+                threading.Thread(
+                    target=self._copy_later, args=(samples,), name="hpstore-stage", daemon=True
+                )
+            )
         else:
             self._copied.set()
         targets, sources = self._targets, self._staged.tensors

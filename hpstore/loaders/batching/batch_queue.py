@@ -17,6 +17,7 @@ from typing import Generic, TypeVar, cast
 from hpstore.loaders.batching.batch_counters import Waits
 from hpstore.loaders.sampling.batch_plan import BatchPiece
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_some
 
 T = TypeVar("T")
 JOIN_SECONDS = 20.0  # at the end of the process: a batch of slow transforms, not a hung disk
@@ -90,7 +91,7 @@ class Pipeline(Closing, Generic[T]):
         self._closed = threading.Event()
         self._waits = waits or Waits()
         self.waiting = False
-        self._threads = [
+        threads_made = [
             threading.Thread(
                 target=_work, args=(self._jobs, make, self._closed, self._held),
                 name=f"hpstore-loader-{number}", daemon=True,
@@ -100,8 +101,7 @@ class Pipeline(Closing, Generic[T]):
         self._top_up()
         if self._held:
             self._jobs.put(self._held.popleft())
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_some(threads_made)
         self._stop = weakref.finalize(
             self, _stop, self._closed, self._jobs, self._threads, os.getpid()
         )

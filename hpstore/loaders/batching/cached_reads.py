@@ -20,6 +20,7 @@ from hpstore.loaders.sampling.random_draws import Indices
 from hpstore.loaders.sampling.rank_slices import Slices
 from hpstore.loaders.sampling.sampler_replay import foretell, foretell_own
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 MOST_TOLD = 20_000_000  # requests: 16 bytes each are kept, and computed before the first batch
@@ -176,7 +177,7 @@ class _Following:
         self._moved = threading.Condition()  # guards _epoch, _told and _stopped
         self._tell(epoch, position)
         self._thread = threading.Thread(target=self._run, name="hpstore-order", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def _tell(self, epoch: int, position: int = 0) -> None:
         self._reads.expect(epoch, foretell_own(self._order, self._slices, epoch, position))

@@ -15,6 +15,7 @@ from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.sampling.window_shuffle import WindowOrder
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.stopwatch import Stopwatch
+from hpstore.runtime.threads import start_some
 
 _log = logging.getLogger(__name__)
 CHUNK_PAGES = 64
@@ -148,12 +149,11 @@ class PagePrefetcher(Closing):
         self._turn = threading.Lock()  # guards _fills, and the order in which room is taken
         if not held:
             self._begun.set()
-        self._threads = [
+        threads_made = [
             threading.Thread(target=self._run, name=f"hpstore-fill-{number}", daemon=True)
             for number in range(FILLS_IN_FLIGHT)
         ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_some(threads_made)
 
     @property
     def threads(self) -> tuple[threading.Thread, ...]:

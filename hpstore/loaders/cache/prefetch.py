@@ -20,6 +20,7 @@ from hpstore.loaders.cache.source_state import BlockFetch, Fetched, ReaderJob, R
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_some
 from hpstore.units import round_up
 
 _log = logging.getLogger(__name__)
@@ -52,15 +53,14 @@ class Prefetcher(Closing):
 
     def __init__(self, core: Core, threads: int, chore: Callable[[], None]) -> None:
         """`chore`: something to be done every CHORE_SECONDS, beside all this."""
-        self._threads = [
+        threads_made = [
             threading.Thread(
                 target=_work, args=(core, chore if number == 0 else None),
                 name=f"hpstore-cache-{number}", daemon=True,
             )
             for number in range(threads)
         ]  # fmt: skip
-        for thread in self._threads:
-            thread.start()
+        self._threads = start_some(threads_made)
         self._stop = weakref.finalize(self, _stop, core, self._threads, os.getpid())
 
     def close(self) -> None:

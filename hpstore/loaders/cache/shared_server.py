@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, HpstoreError
+from hpstore.errors import ConfigError, HpstoreError, ThreadsExhausted
 from hpstore.loaders.cache.block_source import Sizes, Targets, sizes_of
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.memory_tier import SharedMemory
@@ -27,6 +27,7 @@ from hpstore.loaders.cache.partition import Division
 from hpstore.loaders.cache.source_state import Asked, BlockFetch, Fetched, ReaderJob, SourceState
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class CacheServer(Closing):
             target=self._accept, name="hpstore-cache-owner", daemon=True
         )
         _let_go_at_fork(self)
-        self._thread.start()
+        start_thread(self._thread)
 
     def _accept(self) -> None:
         while True:
@@ -82,7 +83,12 @@ class CacheServer(Closing):
             if full:
                 connection.close()
                 continue
-            thread.start()
+            try:
+                start_thread(thread)
+            except ThreadsExhausted:  # as one too many: its process reads for itself
+                with self._lock:
+                    del self._connections[connection]
+                connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         peer = _Peer(self, connection)

@@ -13,13 +13,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from hpstore.errors import HpstoreError
+from hpstore.errors import HpstoreError, ThreadsExhausted
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.dataset.record_layout import FixedPlan, Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
@@ -38,6 +39,7 @@ from hpstore.loaders.gpu.direct.gpu_plan import ColumnPart, WantedRecords, fits_
 from hpstore.loaders.gpu.direct.path_choice import ChoiceConfig, PathChoice, Way
 from hpstore.loaders.gpu.gpu_device import Gpu
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 from hpstore.units import MIB
 
 LANE_THREADS = 4  # of each device: cuFile is bound by submission
@@ -106,10 +108,12 @@ class DirectAccess(Closing):
                         self._urls[held.device_id] = held.url
                         self._pending[held.device_id] = held.url
             if self._pending and self._looking is None and not self._closed:
-                self._looking = threading.Thread(
-                    target=self._look, name="hpstore-direct-detect", daemon=True
-                )
-                self._looking.start()
+                with suppress(ThreadsExhausted):  # they stay pending: the next read tries again
+                    self._looking = start_thread(
+                        threading.Thread(
+                            target=self._look, name="hpstore-direct-detect", daemon=True
+                        )
+                    )
 
     def _look(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import aiofiles
@@ -26,6 +26,7 @@ from hpstore.loaders.ingestion.sample_source import (
     in_order,
     printable,
 )
+from hpstore.runtime.threads import WorkerThreads, start_thread
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_DEPTH = 64
@@ -163,14 +164,14 @@ class FileLoop:
 
     def __init__(self, workers: int) -> None:
         self.loop = asyncio.new_event_loop()
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="hpstore-ingest")
+        self._pool = WorkerThreads(workers, "hpstore-ingest")
         self.loop.set_default_executor(self._pool)
         self._thread = threading.Thread(
             target=self.loop.run_forever, name="hpstore-ingest-loop", daemon=True
         )
 
     def __enter__(self) -> FileLoop:
-        self._thread.start()
+        start_thread(self._thread)
         return self
 
     def __exit__(self, *_: object) -> None:

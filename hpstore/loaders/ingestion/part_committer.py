@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -32,6 +32,7 @@ from hpstore.loaders.writer.dataset_writer import checked_sample
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter, new_nonce
 from hpstore.membership.members import check_unit
 from hpstore.pool.pool import Pool
+from hpstore.runtime.threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 FILL = 0.9
@@ -82,7 +83,7 @@ class PartsWriter:
         self._place, self._skipped = start.place, list(start.skipped)
         self._held = 0  # bytes of samples in the part being filled
         self._finishing: Future[None] | None = None  # what it saves is read after it is done
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="hpstore-ingest-part")
+        self._executor = WorkerThreads(1, "hpstore-ingest-part")
         self._nonces = (new_nonce(), new_nonce())
         self._claim(start)
         self._writer: PartWriter | None = self._fresh()

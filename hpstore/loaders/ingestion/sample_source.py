@@ -11,10 +11,11 @@ import json
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from hpstore.loaders.dataset.fields import Field
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB
 
 Sample = Mapping[str, object]
@@ -97,7 +98,7 @@ class IndexedSource(Source):
         if workers <= 1:
             yield from map(self.load, indices)
             return
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="hpstore-ingest")
+        pool = WorkerThreads(workers, "hpstore-ingest")
         try:
             yield from in_order(
                 lambda index: pool.submit(self.load, index), indices,

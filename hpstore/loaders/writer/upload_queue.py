@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import WorkerThreads
 
 
 class Uploads(Closing):
@@ -15,7 +16,7 @@ class Uploads(Closing):
     """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._executor: WorkerThreads | None = None
         self._flying: Future[None] | None = None
         self._failed: BaseException | None = None
 
@@ -23,7 +24,7 @@ class Uploads(Closing):
         """Wait for the job before, then start this one."""
         self.settle()
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="hpstore-dataset")
+            self._executor = WorkerThreads(1, "hpstore-dataset")
         self._flying = self._executor.submit(job)
 
     def settle(self) -> None:

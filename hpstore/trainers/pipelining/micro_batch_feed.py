@@ -20,6 +20,7 @@ import torch
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 from hpstore.trainers.pipelining.consumed_samples import Span
 
 _log = logging.getLogger(__name__)
@@ -55,8 +56,9 @@ class Feed(Closing):
     def start(self) -> None:
         """Begin to fetch. Idempotent."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="hpstore-feed", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(
+                threading.Thread(target=self._run, name="hpstore-feed", daemon=True)
+            )
 
     def keep_ready(self, ahead: int) -> None:
         """So many may lie here from now on."""
