@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import secrets
 import stat
 import tempfile
 import tomllib
@@ -25,6 +24,7 @@ from hpstore.format.device_urls import has_secrets
 from hpstore.format.pool_key import PoolKey, parse_pool_key
 from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.runtime.rights import denied_path, group_number, rights_hint
+from hpstore.runtime.text_files import read_text_file, without_link, write_atomically
 from hpstore.units import GIB, MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -209,9 +209,9 @@ def is_believable(path: Path) -> bool:
 
 def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     """Read a pool.toml. Raises ConfigError that names the place and the nearest valid key."""
-    file = Path(path)
+    file = without_link(Path(path))
     try:
-        document = tomllib.loads(file.read_text(encoding="utf-8"))
+        document = tomllib.loads(read_text_file(file))
     except FileNotFoundError as error:
         raise ConfigError(f"{file} does not exist; `hpstore create` makes one") from error
     except PermissionError as error:
@@ -234,8 +234,8 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         raise ConfigError(f"{file}: [settings] and [agent] must be tables")
     raw = with_advanced(raw, document.get("advanced", {}), where=f"{file}: [advanced]")
     return PoolConfig(
-        path=file.absolute(),
-        name=str(document.get("name", default_name(file.absolute()))),
+        path=file,
+        name=str(document.get("name", default_name(file))),
         devices=tuple(_absolute(device, file) for device in devices),
         settings=parse_settings(raw, where=str(file)),
         agent=agent,
@@ -321,7 +321,7 @@ def save_config(config: PoolConfig) -> None:
     array.extend(config.devices)
     array.multiline(True)
     if config.path.exists():
-        document = tomlkit.parse(config.path.read_text())
+        document = tomlkit.parse(read_text_file(config.path))
         if "devices" not in document:  # behind a table it would become part of that
             document = tomlkit.parse("devices = []\n" + tomlkit.dumps(document))
         document["devices"] = array
@@ -382,46 +382,6 @@ def _mode(config: PoolConfig) -> int | None:
     return config.settings.file_mode if shared else None
 
 
-def write_atomically(
-    path: Path, text: str, *, durable: bool = True, mode: int | None = None, group: int = -1
-) -> None:
-    """Replace a text file. If it must be `durable`, its content is synced before it has the name,
-    and then the name: pool.toml alone has the pool's key.
-    `mode`: of the file, from its beginning; the umask decides unless given. `group`: it is given
-    to, by its number.
-
-    The temporary name cannot be known beforehand: no link that lies there is followed.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
-    try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with open(
-            os.open(temporary, flags, 0o666 if mode is None else 0o600), "w", encoding="utf-8"
-        ) as file:
-            if group >= 0:
-                os.fchown(file.fileno(), -1, group)
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
-            file.write(text)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-        if durable:
-            _sync_directory(path.parent)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def registry_path(name: str) -> Path:
     """Where the name of a pool is kept for `hpstore.open(name)`."""
     if not name or "/" in name or name.startswith("."):
@@ -480,4 +440,4 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
 
 __all__ = ["PoolConfig", "Settings", "default_name", "find_config", "load_config", "parse_settings",
            "parse_table", "register", "registry_path", "require_new", "setting", "with_advanced",
-           "save_config", "write_atomically"]  # fmt: skip
+           "save_config"]  # fmt: skip

@@ -15,12 +15,13 @@ from hpstore.agent.observer import Observer
 from hpstore.agent.policy_facts import told_by_processes
 from hpstore.agent.saved_state import AgentState
 from hpstore.agent.smart_watch import DiskSight, worst
-from hpstore.config import private_directory, write_atomically
+from hpstore.config import private_directory
 from hpstore.format.records import Member, shown_members
 from hpstore.health.policy.states import EXPECTED, Decision
 from hpstore.maintenance.survey_condition import Condition
 from hpstore.membership.agent_observations import STATUS_FILE
 from hpstore.pool.pool import Pool
+from hpstore.runtime.text_files import write_atomically
 
 _SHOWN = 50  # decisions and events
 LOOKING_AGAIN = "Devices have changed: objects are being looked at again, this is what is certain."

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpstore.agent.saved_state import load_memory
-from hpstore.config import write_atomically
 from hpstore.errors import IntegrityError
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.health.policy.operator_commands import Command
 from hpstore.locks import file_lock
 from hpstore.runtime.clock import Clock
+from hpstore.runtime.text_files import write_atomically
 
 ORDERS_FILE = "orders.json"
 _KEPT = 256

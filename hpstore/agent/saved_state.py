@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from hpstore.config import write_atomically
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.health.policy.states import PolicyState
+from hpstore.runtime.text_files import write_atomically
 
 MEMORY_FILE = "agent.json"
 

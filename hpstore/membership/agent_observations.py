@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpstore.config import is_believable
+from hpstore.runtime.text_files import read_text_file
 
 STATUS_FILE = "agent-status.json"
 STALE_SECONDS = 60.0  # without a new one no agent runs
@@ -37,7 +38,7 @@ def read_status(directory: Path, now_ms: int) -> dict[str, object] | None:
     try:
         if not is_believable(directory):
             return None
-        found = json.loads((directory / STATUS_FILE).read_text())
+        found = json.loads(read_text_file(directory / STATUS_FILE))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or not isinstance(found.get("at_ms"), int):

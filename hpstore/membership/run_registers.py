@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpstore.agreement.registers import Change, HeldRegister, NothingToKeep, Register
-from hpstore.config import private_directory, write_atomically
+from hpstore.config import private_directory
 from hpstore.devices.base import Device
 from hpstore.errors import ConfigError, IntegrityError, RegistersForeign, RegistersUnavailable
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.locks import file_lock
 from hpstore.objects.context import PoolContext
+from hpstore.runtime.text_files import write_atomically
 
 TOKEN_FILE = "registers.json"
 _BYTES_MOST = 64 << 10

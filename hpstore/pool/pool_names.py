@@ -12,9 +12,10 @@ from pathlib import Path
 
 import tomlkit
 
-from hpstore.config import PoolConfig, home, load_config, registry_path, write_atomically
+from hpstore.config import PoolConfig, home, load_config, registry_path
 from hpstore.errors import ConfigError
 from hpstore.format.untrusted_bytes import MALFORMED
+from hpstore.runtime.text_files import read_text_file, without_link, write_atomically
 
 VARIABLE = "HPSTORE_POOLS"
 
@@ -32,7 +33,7 @@ def read_table(file: Path) -> dict[str, Path]:
     ConfigError.
     """
     try:
-        rows = tomllib.loads(file.read_text(encoding="utf-8"))
+        rows = tomllib.loads(read_text_file(file))
     except FileNotFoundError as error:
         if os.environ.get(VARIABLE):
             raise ConfigError(f"{VARIABLE} names {file}, which does not exist") from error
@@ -67,9 +68,9 @@ def add_to_table(name: str, file: Path) -> Path | None:
     """
     if not os.environ.get(VARIABLE):
         return None
-    table = table_path()
+    table = without_link(table_path())
     require_free(name, file)
-    document = tomlkit.parse(table.read_text()) if table.exists() else tomlkit.document()
+    document = tomlkit.parse(read_text_file(table)) if table.exists() else tomlkit.document()
     document[name] = str(file.absolute())
     table.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(table, tomlkit.dumps(document))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.config import Settings, write_atomically
+from hpstore.config import Settings
 from hpstore.errors import (
     ConfigError,
     DeviceInUse,
@@ -26,6 +26,7 @@ from hpstore.errors import (
 )
 from hpstore.format.pool_key import Use
 from hpstore.format.records import NEWEST_FORMAT, seal, unseal
+from hpstore.runtime.text_files import write_atomically
 from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import KIB, MIB
 

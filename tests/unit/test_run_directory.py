@@ -11,14 +11,7 @@ import pytest
 
 from hpstore.agent import Agent, AgentConfig
 from hpstore.agreement.registers import REPAIR
-from hpstore.config import (
-    PoolConfig,
-    Settings,
-    is_believable,
-    private_directory,
-    save_config,
-    write_atomically,
-)
+from hpstore.config import PoolConfig, Settings, is_believable, private_directory, save_config
 from hpstore.devices import RemoteDevice
 from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError, LockTimeout, RegistersForeign, VersionConflict
@@ -27,6 +20,7 @@ from hpstore.membership.agent_observations import STATUS_FILE, read_status
 from hpstore.membership.members import create_members
 from hpstore.membership.run_registers import TOKEN_FILE
 from hpstore.pool.pool import Pool
+from hpstore.runtime.text_files import write_atomically
 from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import MIB
 

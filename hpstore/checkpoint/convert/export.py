@@ -236,7 +236,7 @@ def _to_folder(
             _write_shard(part / name, shard, stream, chosen.manifest.step)
         if len(shards) > 1:
             index = safetensors_files.index_of(shards, names)
-            (part / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
             return [*names, INDEX]
     return names
 

@@ -124,7 +124,7 @@ def _files_of(folder: Path) -> dict[str, set[str] | None]:
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) == 1:
         try:
-            where = json.loads(indexes[0].read_text())["weight_map"]
+            where = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
             files = _tensors_by_file(where)
         except (OSError, *MALFORMED) as error:
             raise MalformedFile(f"{indexes[0]} is no index: {brief(error)}") from error

@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from hpstore.config import write_atomically
 from hpstore.health.detect.outlier_fence import quantile
+from hpstore.runtime.text_files import write_atomically
 from hpstore.units import format_bytes
 from tests.fault.suite.workload import Read
 

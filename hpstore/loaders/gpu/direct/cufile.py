@@ -58,7 +58,7 @@ def configuration(*, compat: bool = True) -> str:
 @contextmanager
 def _configured(directory: str, *, compat: bool) -> Iterator[None]:
     """cuFile reads its environment when the driver is opened, and offers no other way."""
-    (Path(directory) / "cufile.json").write_text(configuration(compat=compat))
+    (Path(directory) / "cufile.json").write_text(configuration(compat=compat), encoding="utf-8")
     present = dict(os.environ)
     known = Path(SYSTEM_CONFIG).exists()
     os.environ.update(environment(present, directory, system_config=known, compat=compat))

@@ -1,0 +1,93 @@
+"""Files of settings: read within bounds, and written where they are, not over a link to them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import hpstore
+from hpstore.config import load_config
+from hpstore.errors import ConfigError
+from hpstore.pool.pool_names import add_to_table, read_table
+from hpstore.runtime.text_files import MOST_BYTES, read_text_file
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    made = tmp_path / "settings/pool.toml"
+    made.parent.mkdir()
+    hpstore.create(
+        [tmp_path / f"d{i}" for i in range(4)], scheme="2+1", config=made, allow_root_disk=True
+    ).close()
+    return made
+
+
+def test_a_link_to_settings_stays_one(toml: Path, tmp_path: Path) -> None:
+    """`add` by a link made a file of it; who opened the pool by the first name lacked a device."""
+    link = tmp_path / "link.toml"
+    link.symlink_to("settings/pool.toml")
+    with hpstore.open(link) as pool:
+        pool.add_device(str(tmp_path / "d4"))
+    assert link.is_symlink()
+    assert len(load_config(toml).devices) == len(load_config(link).devices) == 5
+
+
+def test_relative_devices_are_those_beside_the_file_by_any_name(
+    toml: Path, tmp_path: Path
+) -> None:  # fmt: skip
+    toml.write_text(toml.read_text().replace(f'"{tmp_path}/', '"../'))
+    link = tmp_path / "link.toml"
+    link.symlink_to(toml)
+    assert load_config(link).devices == load_config(toml).devices == tuple(
+        str(tmp_path / f"d{i}") for i in range(4)
+    )  # fmt: skip
+    assert load_config(link).name == "pool"
+
+
+def test_a_link_to_the_table_of_names_stays_one(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of those who keep their dotfiles in a repository."""
+    table, link = tmp_path / "settings/names", tmp_path / "names.toml"
+    link.symlink_to(table)
+    monkeypatch.setenv("HPSTORE_POOLS", str(link))
+    add_to_table("one", toml)
+    assert link.is_symlink()
+    assert read_table(table) == {"one": toml}
+
+
+@pytest.mark.parametrize("before", ["\ufeff", ""])
+@pytest.mark.parametrize("ends", ["\r\n", "\n"])
+def test_what_editors_add_is_no_fault(toml: Path, before: str, ends: str) -> None:
+    """A byte order mark, and line ends of Windows."""
+    known = load_config(toml)
+    toml.write_bytes((before + toml.read_text().replace("\n", ends)).encode())
+    assert load_config(toml) == known
+    with hpstore.open(toml) as pool:
+        pool.add_device(str(toml.parent.parent / "d4"))
+    assert load_config(toml).devices[:4] == known.devices
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_refused_at_once(toml: Path) -> None:
+    """A pipe was waited for, /dev/zero was read until memory ended."""
+    pipe = toml.with_name("pipe.toml")
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero"), toml.parent):
+        with pytest.raises(ConfigError, match=r"cannot be read: .*(is not a file|directory)"):
+            load_config(path)
+        with pytest.raises(ConfigError):
+            read_table(path)
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
+    """Not even as far as it is one of settings."""
+    long = tmp_path / "long.toml"
+    with long.open("wb") as file:
+        file.truncate(MOST_BYTES + 1)
+    with pytest.raises(ConfigError, match="more than 16777216 bytes"):
+        load_config(long)
+    long.write_text("x" * 10)
+    assert len(read_text_file(long, most_bytes=10)) == 10
