@@ -12,13 +12,15 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Right before or after the n-th call of a function with a word in one of its arguments.
+    """Right before or after the n-th call of a function with a word in one of its arguments, or in
+    one of a collection of them.
 
     `owner`: a module, or "module:class".
     """
@@ -37,8 +39,8 @@ TRAINER = {
     "after a segment": Phase(function="put", word="/segment-", after=True, times=2),
     "before the manifest": Phase(function="put", word="manifest", times=2),
     "after the manifest": Phase(function="put", word="manifest", after=True, times=2),
-    "before an old step goes": Phase(function="delete", word="manifest"),
-    "before an old segment goes": Phase(function="delete", word="/segment-"),
+    "before an old step goes": Phase(function="delete_many", word="manifest"),
+    "before an old segment goes": Phase(function="delete_many", word="/segment-"),
 }
 REPAIR = "repair_object"  # called for each object that a rebuild or a scrub looks at
 AGENT_AWAY = {
@@ -46,7 +48,7 @@ AGENT_AWAY = {
     "before an eviction": Phase(function="evict"),
     "after an eviction": Phase(function="evict", after=True),
     "in a rebuild": Phase(owner="hpstore.maintenance.rebuild", function=REPAIR, times=5),
-    "after a rebuild": Phase(function="rebuild", after=True),
+    "after a rebuild": Phase(owner="hpstore.pool.admin:PoolAdmin", function="rebuild", after=True),
 }  # while a device does not answer
 AGENT_BACK = {
     "before a readmission": Phase(function="readmit"),
@@ -61,8 +63,14 @@ def reached(phase: str) -> str:
     return f"reached: {phase}\n"
 
 
-def arm(name: str) -> None:
-    """From now on this process dies at the phase."""
+def die(phase: str) -> None:
+    """Kill this process, and say at which phase."""
+    os.write(2, reached(phase).encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def arm(name: str, then: Callable[[str], None] = die) -> None:
+    """From now on this process dies at the phase, or does what is given instead."""
     phase, seen = PHASES[name], 0
     module, _, kind = phase.owner.partition(":")
     # Any: whatever the phase names
@@ -70,24 +78,27 @@ def arm(name: str) -> None:
     owner = getattr(owner, kind) if kind else owner
     original = getattr(owner, phase.function)
 
-    def die() -> None:
-        os.write(2, reached(name).encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def call(*args: Any, **options: Any) -> Any:
         nonlocal seen
-        meant = any(isinstance(argument, str) and phase.word in argument for argument in args)
-        meant = meant or not phase.word
+        meant = not phase.word or any(phase.word in text for text in _texts(args))
         seen += meant
         due = meant and seen == phase.times
         if due and not phase.after:
-            die()
+            then(name)
         result = original(*args, **options)
-        if due:
-            die()
+        if due and phase.after:
+            then(name)
         return result
 
     setattr(owner, phase.function, call)
+
+
+def _texts(arguments: Iterable[Any]) -> Iterator[str]:
+    for argument in arguments:
+        if isinstance(argument, str):
+            yield argument
+        elif isinstance(argument, list | set | frozenset | tuple):
+            yield from (item for item in argument if isinstance(item, str))
 
 
 def main() -> None:
