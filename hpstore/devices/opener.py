@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -280,15 +281,16 @@ def claim(device: Device, identity: Identity) -> None:
     device.write_small(IDENTITY_FILE, identity.encode())
 
 
-def make_place(url: str, settings: Settings) -> None:
-    """Create the directory of a new local device when only its last component is missing."""
+def make_place(url: str, settings: Settings) -> bool:
+    """Create the directory of a new local device when only its last component is missing; whether
+    it was."""
     if "://" in url and not url.startswith("file://"):
-        return
+        return False
     path = url.removeprefix("file://")
     if os.path.lexists(path) and not os.path.isdir(path):
         raise ConfigError(f"device {path} is not a directory")
     if os.path.isdir(path):
-        return
+        return False
     try:
         os.mkdir(path, settings.directory_mode)
     except PermissionError as error:
@@ -299,6 +301,13 @@ def make_place(url: str, settings: Settings) -> None:
             "made, so that a mistyped mount does not end up on another disk.",
             device=path,
         ) from error
+    return True
+
+
+def remove_place(url: str) -> None:
+    """Take back what make_place has made, unless something lies there by now."""
+    with suppress(OSError):
+        os.rmdir(url.removeprefix("file://"))
 
 
 def is_denied(error: Exception) -> bool:
@@ -313,4 +322,4 @@ def same_form(url: str) -> str:
 
 __all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener",
            "identify", "identify_all", "is_denied", "is_released", "make_place", "prove",
-           "require_unused", "same_form"]  # fmt: skip
+           "remove_place", "require_unused", "same_form"]  # fmt: skip

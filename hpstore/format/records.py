@@ -26,13 +26,25 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief
 FORMAT = 1
 SPREAD_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
 NEWEST_FORMAT = 3  # one of a pool with a key, whose files an older hpstore would not see
-MAX_RECORD_BYTES = 4 << 20
+MAX_RECORD_BYTES = 4 << 20  # more is not read: it would be somebody's attack on memory
+MAX_DOMAIN_BYTES = 255
 IDENTITY_FILE = "hpstore.json"
 POOL_FILE = "pool.json"
 
 _MOST = 1 << 64
 
 Json = dict[str, object]
+
+
+def check_domain(domain: object) -> str:
+    """The domain, if it can name what fails together. Raises ConfigError."""
+    text = domain if isinstance(domain, str) and domain.isprintable() else ""
+    if 0 < len(text.encode()) <= MAX_DOMAIN_BYTES:
+        return text
+    raise ConfigError(
+        f"{str(domain)[:40]!r} cannot name a failure domain: printable text of 1 to "
+        f"{MAX_DOMAIN_BYTES} bytes"
+    )
 
 
 def seal(body: Json) -> bytes:
@@ -213,11 +225,21 @@ class PoolRecord:
         return min(max(self.parity + 1, len(self.members) // 2 + 1), len(self.members))
 
     def encode(self, pool_key: PoolKey | None = None) -> bytes:
-        """Its bytes; with the MAC of a pool that has a key."""
+        """Its bytes; with the MAC of a pool that has a key.
+
+        Raises ConfigError for more than MAX_RECORD_BYTES, with which no pool would open.
+        """
         body = self._body()
         if pool_key is not None:
             body["mac"] = pool_key.mac(Use.RECORD, _canonical(body)).hex()
-        return seal(body)
+        data = seal(body)
+        if len(data) > MAX_RECORD_BYTES:
+            raise ConfigError(
+                f"the pool's record would have {len(data)} bytes for {len(self.members)} devices, "
+                f"{MAX_RECORD_BYTES} at most are read. Nothing was changed. Give devices shorter "
+                "paths or URLs"
+            )
+        return data
 
     def _body(self) -> Json:
         def rows(members: Iterable[Member]) -> list[Json]:
@@ -410,6 +432,7 @@ def shown_members(record: PoolRecord, now_ms: int, *, past: bool = False) -> lis
 __all__ = [
     "FORMAT",
     "IDENTITY_FILE",
+    "MAX_DOMAIN_BYTES",
     "MAX_RECORD_BYTES",
     "NEWEST_FORMAT",
     "POOL_FILE",
@@ -418,6 +441,7 @@ __all__ = [
     "Identity",
     "Member",
     "PoolRecord",
+    "check_domain",
     "seal",
     "shown_members",
     "unseal",

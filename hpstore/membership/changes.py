@@ -26,7 +26,14 @@ from hpstore.errors import (
     TooManyErasures,
 )
 from hpstore.format.keys import ColumnName, Kind
-from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
+from hpstore.format.records import (
+    IDENTITY_FILE,
+    MAX_RECORD_BYTES,
+    DeviceState,
+    Identity,
+    Member,
+    check_domain,
+)
 from hpstore.maintenance.dependents import depends_on, endangered, holds_live_files
 from hpstore.maintenance.repair_object import RepairAction, Throttle, repair_object
 from hpstore.membership.members import (
@@ -81,6 +88,8 @@ def add_member(
     store: PoolContext, device: Device, url: str, domain: str | None, *, force: bool
 ) -> Member:
     """Claim an unused device and make it a member. The caller holds the change lock."""
+    if domain is not None:
+        check_domain(domain)
     record = store.view.record
     identity = _own_identity(store, device)
     claimed = identity is not None and identity.pool_id == record.pool_id

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
-from hpstore.devices.opener import Opener, claim, make_place, require_unused
+from hpstore.devices.opener import Opener, claim, make_place, remove_place, require_unused
 from hpstore.errors import (
     ConfigError,
     DeviceError,
@@ -73,9 +73,21 @@ def create_members(
             f"{len(urls)} devices cannot hold data={data} parity={parity}: at least {parity + 1} "
             f"are needed, {data + parity} for the full width"
         )
-    for url in urls:
-        make_place(url, config.settings)
-    devices = [opener(url) for url in urls]
+    with contextlib.ExitStack() as undo, contextlib.ExitStack() as closing:
+        for url in urls:
+            if make_place(url, config.settings):
+                undo.callback(remove_place, url)
+        devices = [closing.enter_context(contextlib.closing(opener(url))) for url in urls]
+        _require_fit(devices)
+        record = _first_record(urls, domains, config, data, parity, unit_bytes)
+        record.encode(config.key)  # refused before anything is claimed
+        _claim_all(devices, record, config, keep)
+        undo.pop_all()
+    return record
+
+
+def _require_fit(devices: Sequence[Device]) -> None:
+    """Raise ConfigError or DeviceInUse where they cannot be those of a new pool."""
     places = [_place(device) for device in devices]
     if len(set(places)) < len(places):
         twice = next(place for place in places if places.count(place) > 1)
@@ -83,23 +95,27 @@ def create_members(
         raise ConfigError(f"device {url} is given twice")
     for device in devices:
         require_unused(device)
+
+
+def _first_record(
+    urls: list[str],
+    domains: list[str] | None,
+    config: PoolConfig,
+    data: int,
+    parity: int,
+    unit_bytes: int,
+) -> PoolRecord:
     pool_id = uuid.uuid4().hex
     members = [
         Member(device_id=uuid.uuid4().hex, url=url, domain=domains[i] if domains else f"d{i:03d}")
         for i, url in enumerate(map(without_secrets, urls))
     ]
-    record = PoolRecord(
+    return PoolRecord(
         spread=bound_spread(data + parity, parity, list(Counter(domains or urls).values())),
         pool_id=pool_id, generation=1, nonce=secrets.token_hex(8), parent="", data=data,
         parity=parity, unit_bytes=unit_bytes, members=tuple(members),
         key_id="" if config.key is None else config.key.fingerprint(pool_id),
     )  # fmt: skip
-    try:
-        _claim_all(devices, record, config, keep)
-    finally:
-        for device in devices:
-            device.close()
-    return record
 
 
 def _claim_all(

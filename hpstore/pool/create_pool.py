@@ -21,6 +21,7 @@ from hpstore.config import (
 from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError
 from hpstore.format.pool_key import new_pool_key
+from hpstore.format.records import check_domain
 from hpstore.format.scheme import choose_scheme
 from hpstore.membership.device_places import require_mounted
 from hpstore.membership.members import create_members
@@ -77,7 +78,7 @@ def create_pool(
         settings=settings or Settings(),
         key=new_pool_key(),
     )
-    domains = list(domains) if domains is not None else None
+    domains = list(map(check_domain, domains)) if domains is not None else None
     with ExitStack() as undo:
         keep = partial(_keep, made, undo)
         record = create_members(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
 from hpstore.devices.base import RELEASED, Device, Usage
-from hpstore.devices.opener import identify, same_form
+from hpstore.devices.opener import identify, remove_place, same_form
 from hpstore.errors import DeviceError, DeviceMissing, HpstoreError, MembershipError
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 from hpstore.maintenance.dependents import require_room_to_drain
@@ -16,7 +17,7 @@ from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit
 from hpstore.maintenance.repair_object import Throttle
 from hpstore.maintenance.survey_condition import survey_condition
 from hpstore.membership import changes
-from hpstore.membership.device_places import filesystem_of, require_mounted
+from hpstore.membership.device_places import filesystem_of, local_path, require_mounted
 from hpstore.membership.open_members import belongs, trusted
 from hpstore.objects.context import PATIENCE
 from hpstore.pool.session import PoolSession
@@ -61,11 +62,11 @@ class PoolDevices:
         if not allow_root_disk:
             self._require_mounted(url)
         given, url = url, same_form(url)
+        path = local_path(url)
+        new = path is not None and not os.path.lexists(path)
         with self._session.change():
-            fresh, before = (
-                self._session.open_place(given if "://" in given else url),
-                self._session.config,
-            )
+            before = self._session.config
+            fresh = self._session.open_place(given if "://" in given else url)
             try:
                 changes.require_no_member(self._store, fresh, url)
                 self._session.set_places({*map(same_form, before.devices), url}, given)
@@ -74,6 +75,8 @@ class PoolDevices:
             except HpstoreError:
                 if not changes.claimed_by(self._store, fresh):
                     self._session.set_places({*map(same_form, before.devices)})
+                    if new:
+                        remove_place(url)
                 raise
             finally:
                 fresh.close()
