@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import sys
@@ -83,21 +84,23 @@ def require_place(path: Path) -> None:
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """Where `get` writes: a regular file appears whole or not at all, anything else (a pipe, a
-    device, standard output as "-") is written straight into."""
+    """Where `get` writes: a regular file appears whole or not at all, with the mode of one that it
+    replaces; anything else (a pipe, a device, standard output as "-") is written straight into."""
     if str(path) == "-":
         yield sys.stdout.buffer
         return
     require_place(path)
-    target = path.resolve()
     if not appears_whole(path):
-        with target.open("wb") as out:
+        with path.open("wb") as out:  # /dev/stdout of a pipe leads to no path
             yield out
         return
-    part = target.with_name(f".{os.getpid()}.part")  # a short name: the target's may be the longest
+    target = path.resolve()
+    # a short name: the target's may be the longest; no other process has it, of another host either
+    part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
-        part.unlink(missing_ok=True)  # of a dead process with this number
-        with part.open("xb") as out:  # a link that lies there is not followed
+        with part.open("xb") as out:
+            if target.exists():
+                os.fchmod(out.fileno(), stat.S_IMODE(target.stat().st_mode))
             yield out
         part.replace(target)
     finally:

@@ -180,3 +180,14 @@ def test_get_replaces_no_file_unless_told(cli: Cli, tmp_path: Path) -> None:
     cli("get", cli.pool, "k", "out", "--yes")
     assert out.read_bytes() == b"data"
     cli("get", cli.pool, "k", "/dev/null")
+
+
+def test_get_keeps_the_mode_of_the_file_that_it_replaces(cli: Cli, tmp_path: Path) -> None:
+    """A private file stays one, also while it is written."""
+    out = tmp_path / "out"
+    out.write_bytes(b"mine")
+    out.chmod(0o600)
+    (tmp_path / "link").symlink_to(out)
+    cli("get", cli.pool, "k", "link", "--yes")
+    assert out.read_bytes() == b"data"
+    assert out.stat().st_mode & 0o777 == 0o600

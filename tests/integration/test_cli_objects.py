@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import BinaryIO
 
@@ -75,6 +76,13 @@ def test_get_into_a_pipe_fails_rather_than_mix_two_versions(
     said = cli("get", cli.pool, "k", "-", code=5)
     assert "the 100000 bytes that were written are of the version before" in said
     assert b"".join(got) == OLD[:100_000]
+
+
+def test_get_writes_into_a_pipe_by_its_name(cli: Cli) -> None:
+    """/dev/stdout is a link to what is no path."""
+    with cli.start("get", cli.pool, "k", "/dev/stdout", stdout=subprocess.PIPE) as run:
+        out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (0, OLD.decode()), err
 
 
 class _Opened:

@@ -55,6 +55,8 @@ def published(
         yield part
         _sync(part)
         check_target(target, directory=directory, force=force, ours=ours)
+        if target.is_file():
+            shutil.copymode(target, part)
         _rename(part, target)
     finally:
         _remove(part)
