@@ -95,3 +95,15 @@ def parameters(name: str) -> set[str]:
     module = max((n for n in range(1, len(parts)) if ".".join(parts[:n]) in modules()), default=1)
     made: Any = reduce(getattr, parts[module:], importlib.import_module(".".join(parts[:module])))
     return set(inspect.signature(made).parameters)
+
+
+def test_threads_are_started_in_one_place() -> None:
+    """By what knows what to do when no more are to be had (docs/decisions/0107)."""
+    elsewhere = re.compile(r"ThreadPoolExecutor\(|thread\.start\(\)|Thread\([^()]*\)\.start\(\)")
+    found = {
+        module for module, path in modules().items()
+        if elsewhere.search(path.read_text())
+        and not module.startswith(("hpstore.benchmarks", "hpstore.testing"))
+    }  # fmt: skip
+    # a stream that is closed by its end catches every reason, also that the interpreter ends
+    assert found == {"hpstore.runtime.threads", "hpstore.interop.filesystem.unclosed_streams"}

@@ -28,6 +28,7 @@ from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.batching.transforms import Task, UserTransforms, Worked
 from hpstore.loaders.batching.worker_channel import UNSENDABLE, WorkerChannel, survives
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.threads import start_thread
 
 _WATCH_SECONDS = 1.0  # after which a worker notices that its parent is gone
 
@@ -190,7 +191,7 @@ def _main(
     """Main function of a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what a forked parent does about it
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    start_thread(threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True))
     torch.set_num_threads(1)
     random.seed(seed)
     np.random.seed(seed)
