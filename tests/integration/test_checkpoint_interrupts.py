@@ -22,7 +22,7 @@ from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
 from hpstore.checkpoint.save.save_job import SaveJob, Written
 from hpstore.checkpoint.save.stage import SaveStage
 from hpstore.config import Settings
-from hpstore.errors import CheckpointError, VersionConflict
+from hpstore.errors import CheckpointError, ThreadsExhausted, VersionConflict
 from hpstore.testing.fake_accelerator import FakeAccelerator
 from hpstore.units import MIB
 from tests.fault.common import within
@@ -144,7 +144,7 @@ def test_a_save_whose_thread_does_not_start_is_over(
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="new thread"):
+        with pytest.raises(ThreadsExhausted, match="start no more"):
             ckpt.save(1, {"w": torch.ones(3)})
     assert ckpt.save(2, {"w": torch.ones(3)}).result().step == 2
     assert ckpt.steps() == [2]
