@@ -337,7 +337,11 @@ def save_config(config: PoolConfig) -> None:
             document.add(table, tomlkit.item(changed))
     try:
         write_atomically(
-            config.path, tomlkit.dumps(document), mode=_mode(config), group=_group(config)
+            config.path,
+            tomlkit.dumps(document),
+            mode=_mode(config),
+            group=_group(config),
+            as_before=True,
         )
     except PermissionError as error:
         hint = rights_hint(denied_path(str(config.path.absolute())))

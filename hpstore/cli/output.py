@@ -22,6 +22,7 @@ from rich.text import Text
 from hpstore.errors import ConfigError
 from hpstore.maintenance.rebalance import RebalanceReport
 from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.runtime.rights import keep_rights
 from hpstore.units import MIB, format_bytes
 
 UNMENDED_EXIT_CODE = 50
@@ -99,8 +100,7 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
     part = target.with_name(f".{secrets.token_hex(8)}.part")
     try:
         with part.open("xb") as out:
-            if target.exists():
-                os.fchmod(out.fileno(), stat.S_IMODE(target.stat().st_mode))
+            keep_rights(out.fileno(), target)
             yield out
         part.replace(target)
     finally:

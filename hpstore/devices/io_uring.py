@@ -279,7 +279,7 @@ class Ring:
         thread = threading.Thread(target=wait, args=(keep,), name="hpstore-late", daemon=True)
         try:
             start_thread(thread)
-        except ThreadsExhausted:  # the kernel writes there at any time: nobody has it any more
+        except ThreadsExhausted:  # the kernel may still write there: never use it again
             _KEPT_FOR_GOOD.append((self, keep))
         return ended
 

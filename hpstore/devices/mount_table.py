@@ -27,7 +27,7 @@ def read_mounts(path: str = MOUNTS) -> list[MountEntry]:
 
 
 def parse_mounts(text: str) -> list[MountEntry]:
-    """Mounts of a table; what is no line of one is passed over. Pure."""
+    """Parse a table of mounts; other lines are skipped. Pure."""
     found = []
     for line in text.split("\n"):
         fields, _, rest = line.partition(" - ")

@@ -26,7 +26,7 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief
 FORMAT = 1
 SPREAD_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
 NEWEST_FORMAT = 3  # one of a pool with a key, whose files an older hpstore would not see
-MAX_RECORD_BYTES = 4 << 20  # more is not read: it would be somebody's attack on memory
+MAX_RECORD_BYTES = 4 << 20  # readers refuse longer ones, which an attacker could have written
 MAX_DOMAIN_BYTES = 255
 IDENTITY_FILE = "hpstore.json"
 POOL_FILE = "pool.json"

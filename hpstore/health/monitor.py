@@ -126,6 +126,8 @@ class Monitor:
     def _wake(self) -> None:
         """The first call on a device, in this process."""
         self.start()
+        if self._automatic and self._thread is None:
+            return  # there was no thread for it: the next call tries again
         for meter in list(self._meters.values()):
             meter.asleep = False
 

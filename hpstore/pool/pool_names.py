@@ -73,7 +73,7 @@ def add_to_table(name: str, file: Path) -> Path | None:
     document = tomlkit.parse(read_text_file(table)) if table.exists() else tomlkit.document()
     document[name] = str(file.absolute())
     table.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(table, tomlkit.dumps(document))
+    write_atomically(table, tomlkit.dumps(document), as_before=True)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -36,6 +37,18 @@ def group_number(group: str) -> int:
     except KeyError as error:
         raise ConfigError(f"there is no group {group!r} on this host: make it first, or give its "
                           "number") from error  # fmt: skip
+
+
+def keep_rights(fd: int, path: Path) -> None:
+    """Give a new version of a file the owner, group and mode of the file at `path`, as far as this
+    user may: root's `add` must not take a user's pool.toml away."""
+    try:
+        before = os.stat(path)
+    except FileNotFoundError:
+        return
+    with contextlib.suppress(PermissionError):
+        os.fchown(fd, before.st_uid, before.st_gid)
+    os.fchmod(fd, before.st_mode & 0o777)
 
 
 def denied_path(path: str, below: tuple[str, ...] = ()) -> str:
@@ -90,4 +103,4 @@ def _exists(path: Path) -> bool:
     return True
 
 
-__all__ = ["denied_path", "group_name", "group_number", "rights_hint", "user_name"]
+__all__ = ["denied_path", "group_name", "group_number", "keep_rights", "rights_hint", "user_name"]

@@ -7,6 +7,7 @@ import secrets
 import stat
 from pathlib import Path
 
+from hpstore.runtime.rights import keep_rights
 from hpstore.units import MIB
 
 MOST_BYTES = 16 * MIB  # a pool.toml of 10,000 devices has one
@@ -29,12 +30,13 @@ def read_text_file(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -
 
 
 def write_atomically(
-    path: Path, text: str, *, durable: bool = True, mode: int | None = None, group: int = -1
-) -> None:
+    path: Path, text: str, *, durable: bool = True, mode: int | None = None, group: int = -1,
+    as_before: bool = False,
+) -> None:  # fmt: skip
     """Replace a text file. If it must be `durable`, its content is synced before it has the name,
     and then the name: pool.toml alone has the pool's key.
     `mode`: of the file, from its beginning; the umask decides unless given. `group`: it is given
-    to, by its number.
+    to, by its number. `as_before`: else they, and the owner, are those of the file before.
 
     The temporary name cannot be known beforehand: no link that lies there is followed.
     """
@@ -44,6 +46,8 @@ def write_atomically(
         with open(
             os.open(temporary, flags, 0o666 if mode is None else 0o600), "w", encoding="utf-8"
         ) as file:
+            if as_before:
+                keep_rights(file.fileno(), path)
             if group >= 0:
                 os.fchown(file.fileno(), -1, group)
             if mode is not None:
@@ -63,7 +67,7 @@ def write_atomically(
 def without_link(path: Path) -> Path:
     """The absolute path of a file, or of the one that it is a symbolic link to: a new version of
     that one must not take the link's place."""
-    return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
+    return Path(os.path.realpath(path)) if os.path.islink(path) else path.absolute()
 
 
 def _sync_directory(path: Path) -> None:

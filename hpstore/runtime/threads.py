@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from hpstore.errors import ThreadsExhausted
@@ -70,7 +71,7 @@ class WorkerThreads(ThreadPoolExecutor):
 
     def __init__(self, workers: int, name: str) -> None:
         self._any = threading.Event()  # a thread works
-        self._left: list[Future[Any]] = []  # to those that work, when no more could be started
+        self._left: set[Future[Any]] = set()  # to those that work, when no more could be started
         super().__init__(workers, name, initializer=self._any.set)
 
     def submit(
@@ -79,13 +80,17 @@ class WorkerThreads(ThreadPoolExecutor):
         """As of any executor. Where no thread works and none can be started, it returns when the
         call is made."""
         future: Future[T] = Future()
-        taken = threading.Lock()
+        calls = [partial(fn, *args, **kwargs)]  # whoever takes it makes it; then nothing keeps it
 
         def run() -> None:
-            if not taken.acquire(blocking=False) or not future.set_running_or_notify_cancel():
+            try:
+                call = calls.pop()
+            except IndexError:
+                return
+            if not future.set_running_or_notify_cancel():
                 return
             try:
-                result = fn(*args, **kwargs)
+                result = call()
             except BaseException as error:  # noqa: BLE001 (the caller gets it)
                 future.set_exception(error)
             else:
@@ -99,7 +104,9 @@ class WorkerThreads(ThreadPoolExecutor):
             _tell_once()
             if not self._any.is_set():
                 run()
-            self._left.append(future)
+                return future
+            self._left.add(future)
+            future.add_done_callback(self._left.discard)
         else:
             queued.add_done_callback(lambda done: done.cancelled() and future.cancel())
         return future
@@ -107,7 +114,7 @@ class WorkerThreads(ThreadPoolExecutor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """As of any executor."""
         if cancel_futures:
-            for future in self._left:
+            for future in list(self._left):
                 future.cancel()
         super().shutdown(wait, cancel_futures=cancel_futures)
 

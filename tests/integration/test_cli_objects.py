@@ -79,7 +79,7 @@ def test_get_into_a_pipe_fails_rather_than_mix_two_versions(
 
 
 def test_get_writes_into_a_pipe_by_its_name(cli: Cli) -> None:
-    """/dev/stdout is a link to what is no path."""
+    """/dev/stdout is a link whose target cannot be opened by its path."""
     with cli.start("get", cli.pool, "k", "/dev/stdout", stdout=subprocess.PIPE) as run:
         out, err = run.communicate(timeout=60)
     assert (run.returncode, out) == (0, OLD.decode()), err

@@ -3,8 +3,10 @@ nothing, and work again when there are threads."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -199,3 +201,36 @@ def test_a_scheduler_that_closes_meanwhile_says_that_it_is_closed() -> None:
     scheduler.close()
     with pytest.raises(AlreadyClosed):
         scheduler.compute(int)
+
+
+def test_what_was_done_without_a_thread_is_kept_by_nobody() -> None:
+    """A process that gets none for hours does not fill its memory with what it wrote."""
+
+    class Data:
+        pass
+
+    threads = WorkerThreads(2, "test")
+    data = Data()
+    gone = weakref.ref(data)
+    with threads_left(0):
+        assert threads.submit(id, data).result() == id(data)
+        del data
+        gc.collect()
+        assert gone() is None
+    threads.shutdown()
+
+
+def test_health_is_watched_as_soon_as_there_is_a_thread(config: Path) -> None:
+    """The first call of a process that found none must not be the only one that tries."""
+    with hpstore.open(config) as pool:
+        pool.get("big")
+        monitor = pool.admin.health
+        monitor.pause()
+        monitor._automatic = True
+        for meter in monitor._meters.values():
+            meter.asleep = True
+        with threads_left(0):
+            assert pool.get("big") == BIG
+            assert monitor._thread is None
+        pool.get("big")
+        assert monitor._thread is not None

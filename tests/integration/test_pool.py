@@ -425,7 +425,7 @@ def test_settings_that_cannot_be_replaced_leave_no_file(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_leaves_no_directories(pool: hpstore.Pool, tmp_path: Path) -> None:
-    """Of create and of add; what was there before stays, also an empty directory."""
+    """create and add remove the directories that they made, and no others, not even empty ones."""
     used, empty = tmp_path / "used", tmp_path / "empty"
     used.mkdir()
     empty.mkdir()

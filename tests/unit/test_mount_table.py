@@ -28,7 +28,7 @@ def test_optional_fields_differ_in_number_and_half_a_line_is_none() -> None:
 
 
 def test_octal_escapes_are_read_once() -> None:
-    """A backslash of the name is one, too: what follows it is no escape."""
+    """An escaped backslash stands for itself: the digits after it are not an escape."""
     assert unescape("a\\040b\\011c\\134040") == "a b\tc\\040"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import hpstore
+from hpstore.cli.output import output_file
 from hpstore.config import load_config
 from hpstore.errors import ConfigError
 from hpstore.pool.pool_names import add_to_table, read_table
@@ -91,3 +92,37 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path: Path) -> None:
         load_config(long)
     long.write_text("x" * 10)
     assert len(read_text_file(long, most_bytes=10)) == 10
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
+def test_what_root_changes_stays_the_users(
+    toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`sudo hpstore add` made a pool.toml of mode 0600 root's: its user lost the pool's key."""
+    table, out = tmp_path / "names.toml", tmp_path / "out"
+    table.touch()
+    out.write_bytes(b"old")
+    for path in (toml, table, out):
+        os.chown(path, 65534, 65533)
+        path.chmod(0o600)
+    monkeypatch.setenv("HPSTORE_POOLS", str(table))
+    add_to_table("one", toml)
+    with hpstore.open(toml) as pool:
+        pool.add_device(str(tmp_path / "d4"))
+    with output_file(out) as file:
+        file.write(b"new")
+    for path in (toml, table, out):
+        found = path.stat()
+        assert (found.st_uid, found.st_gid, found.st_mode & 0o777) == (65534, 65533, 0o600)
+    assert out.read_bytes() == b"new"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
+def test_settings_below_a_closed_directory_name_the_right_that_is_missing(toml: Path) -> None:
+    toml.parent.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        with pytest.raises(ConfigError, match=r"cannot be read: .*65534"):
+            load_config(toml)
+    finally:
+        os.seteuid(0)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpstore.errors import ConfigError
+from hpstore.runtime.rights import keep_rights
 
 
 def check_target(
@@ -56,11 +57,16 @@ def published(
         _sync(part)
         check_target(target, directory=directory, force=force, ours=ours)
         if target.is_file():
-            shutil.copymode(target, part)
+            _keep_rights(part, target)
         _rename(part, target)
     finally:
         _remove(part)
     _sync(target.parent, inside=False)
+
+
+def _keep_rights(part: Path, target: Path) -> None:
+    with part.open("rb") as file:
+        keep_rights(file.fileno(), target)
 
 
 def _rename(part: Path, target: Path) -> None:

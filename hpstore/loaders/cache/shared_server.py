@@ -87,7 +87,7 @@ class CacheServer(Closing):
                 start_thread(thread)
             except ThreadsExhausted:  # as one too many: its process reads for itself
                 with self._lock:
-                    del self._connections[connection]
+                    self._connections.pop(connection, None)
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
