@@ -22,7 +22,7 @@ from hpstore.testing.slow_device import Latencies
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, payload, wrapping
 
-KEYS = [f"k{i}" for i in range(16)]  # on every device a data column of some: 1 in 65,536 has none
+KEYS = [f"k{i}" for i in range(24)]  # fewer than 2 data columns on a device: 1 in 670,000
 SIZE = 250 * KIB  # two stripes of 3 x 64 KiB, the last one shrunk
 BODIES = {key: payload(key, SIZE) for key in KEYS}
 
