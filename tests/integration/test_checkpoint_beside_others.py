@@ -23,7 +23,12 @@ from hpstore.checkpoint.catalog.writer_fence import (
     attempt_lives,
     here,
 )
-from hpstore.checkpoint.format.checkpoint_manifest import attempt_key, manifest_key, segment_key
+from hpstore.checkpoint.format.checkpoint_manifest import (
+    Manifest,
+    attempt_key,
+    manifest_key,
+    segment_key,
+)
 from hpstore.checkpoint.format.items import Box, Item, require_cover
 from hpstore.checkpoint.format.segment_plan import chunks_of
 from hpstore.checkpoint.restore import collective_restore, fill_state
@@ -258,7 +263,7 @@ def test_a_save_under_way_survives_a_collector_with_another_clock(
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
-        def between(job: SaveJob, written: Sequence[Written]) -> bytes:
+        def between(job: SaveJob, written: Sequence[Written]) -> tuple[Manifest, bytes]:
             with monkeypatch.context() as patch, harness.open() as other:
                 as_another_host(patch, ahead)
                 Checkpointer(other, "run", rng=False).close()
@@ -282,7 +287,7 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
-        def between(job: SaveJob, written: Sequence[Written]) -> bytes:
+        def between(job: SaveJob, written: Sequence[Written]) -> tuple[Manifest, bytes]:
             with monkeypatch.context() as patch, harness.open() as other:
                 patch.setattr(
                     "hpstore.checkpoint.catalog.step_catalog.attempt_lives", lambda *_: False
@@ -310,7 +315,7 @@ def collect_between(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("killed")
 
-    def between(job: SaveJob, written: Sequence[Written]) -> bytes:
+    def between(job: SaveJob, written: Sequence[Written]) -> tuple[Manifest, bytes]:
         with monkeypatch.context() as patch, harness.open() as other:
             if broken is not None:
                 patch.setattr(f"hpstore.checkpoint.catalog.{broken}", fail)

@@ -12,7 +12,7 @@ from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import take_fence
-from hpstore.checkpoint.format.checkpoint_manifest import HEAD_BYTES, manifest_key
+from hpstore.checkpoint.format.checkpoint_manifest import HEAD_BYTES, Manifest, manifest_key
 from hpstore.checkpoint.save import after_commit
 from hpstore.checkpoint.save.after_commit import AfterCommits
 from hpstore.checkpoint.save.save_handle import SaveReport
@@ -163,6 +163,48 @@ def test_facts_come_from_the_beginning_of_a_manifest(
     assert steps.facts(3).segments == ()
 
 
+# Any: a method of Pool
+def counting(plain: Any, read: list[str]) -> Any:
+    """The same, noting the keys that are asked for."""
+
+    def counted(inner: Pool, key: str, *args: Any, **options: Any) -> Any:
+        read.append(key)
+        return plain(inner, key, *args, **options)
+
+    return counted
+
+
+@pytest.mark.parametrize("count", [10, 458_753])
+def test_what_was_saved_here_is_known(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Retention reads no manifest that its own session has put, and says the same of it. One that
+    was replaced by another session is read."""
+    with Checkpointer(pool, "run", keep_last=8, rng=False) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, {"w": torch.ones(count) * step}, metrics={"loss": step}).result()
+        ckpt.wait()
+        read: list[str] = []
+        with monkeypatch.context() as patch:
+            for name in ("get", "stat"):
+                patch.setattr(Pool, name, counting(getattr(Pool, name), read))
+            ckpt._catalog.retain(3, Retention(keep_last=2))
+            assert manifest_key("run", 1) not in read
+        assert ckpt._catalog.all() == [2, 3]
+        read.clear()
+        monkeypatch.setattr(Pool, "get", counting(Pool.get, read))
+        for step in (2, 3):
+            assert ckpt._catalog.facts(step).metrics == {"loss": float(step)}
+        assert not read
+        for step in (2, 3):
+            assert ckpt._catalog.facts(step) == StepCatalog(pool, "run").facts(step)
+        with Checkpointer(pool, "run", rng=False) as other:
+            other.save(3, {"w": torch.zeros(count)}, metrics={"loss": 7.0}, overwrite=True).result()
+        read.clear()
+        assert ckpt._catalog.facts(3).metrics == {"loss": 7.0}
+        assert read == [manifest_key("run", 3)]
+
+
 def test_a_session_that_lost_the_fence_writes_no_small_save(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +213,7 @@ def test_a_session_that_lost_the_fence_writes_no_small_save(
         old.save(1, {"w": torch.ones(9)}).result()
         plain = SaveJob._manifest
 
-        def late(job: SaveJob, written: Any) -> bytes:
+        def late(job: SaveJob, written: Any) -> tuple[Manifest, bytes]:
             take_fence(pool, "run", "another")
             return plain(job, written)
 

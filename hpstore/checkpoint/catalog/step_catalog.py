@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from hpstore.checkpoint.catalog.commit_checks import require_safe
 from hpstore.checkpoint.catalog.dead_saves import end_save
@@ -139,6 +140,12 @@ class StepCatalog:
             before = self._read[step] = (version, found)
         return before[1]
 
+    def note_facts(self, manifest: Manifest, version: str) -> None:
+        """What was put as this version of a step's manifest: its facts need not be read."""
+        segments = tuple(replace(segment, data=None) for segment in manifest.segments)
+        facts = replace(manifest, segments=segments, items=(), tree=None)
+        self._read[manifest.step] = (version, facts)
+
     def latest_valid(self, *, besides: int | None = None) -> int | None:
         """The newest step whose manifest and segments can be read; None when there is none.
 
@@ -231,7 +238,7 @@ class StepCatalog:
     def _named_by(self, step: int) -> set[str]:
         """The segments that a step names, as far as that can be read."""
         try:
-            return {segment.key for segment in self.facts(step).objects}
+            return self.facts(step).segment_keys
         except (IntegrityError, RedundancyError):
             return set()  # garbage collection finds them
 
@@ -247,8 +254,9 @@ class StepCatalog:
             segments: set[str] = set()
             going: list[int] = []
             for step in steps[at : at + _STEPS_AT_ONCE]:
+                known = self._read.get(step)  # of an older version: the rest is garbage
                 try:
-                    segments |= self._named_by(step)
+                    segments |= self._named_by(step) if known is None else known[1].segment_keys
                 except ObjectNotFound:
                     continue
                 going.append(step)
@@ -296,7 +304,7 @@ class StepCatalog:
         try:
             listing = self.listing()
             staying = [step for step in listing.steps if step not in going]
-            named = {s.key for step in staying for s in self.facts(step).objects}
+            named = {key for step in staying for key in self.facts(step).segment_keys}
             # also those of dead saves: while the note is there its save may yet commit
             for attempt in self._attempts(listing, all_live=True)[0].values():
                 if attempt is None:
@@ -387,7 +395,7 @@ class StepCatalog:
         """
         listing = self.listing()
         living, dead = self._attempts(listing, all_live=all_live)
-        named = {s.key for step in listing.steps for s in self.facts(step).objects}
+        named = {key for step in listing.steps for key in self.facts(step).segment_keys}
         named |= {key for attempt in living.values() if attempt for key in attempt.references}
         if any(attempt is None for attempt in living.values()):
             return set(), dead  # it may refer to anything

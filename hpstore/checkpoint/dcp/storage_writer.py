@@ -287,7 +287,7 @@ class StorageWriter(TorchStorageWriter):
             # certain, and after the notes went: segments of a manifest that is not listed, or comes
             # now, would look like garbage
             keys = self._pool.list(f"{self.path}/", certain=True)
-            named = {segment.key for found in self._manifests(keys) for segment in found.objects}
+            named = {key for found in self._manifests(keys) for key in found.segment_keys}
         except (HpstoreError, OSError) as error:
             self._pool.metrics.count("cleanup_postponed_total")
             _log.warning(
@@ -298,7 +298,7 @@ class StorageWriter(TorchStorageWriter):
             key.rpartition("/")[2] for key in keys
             if key.startswith((f"{self.path}/attempts/", f"{self.path}/condemned/"))
         }  # fmt: skip
-        old = {segment.key for segment in before.objects} if before is not None else set()
+        old = before.segment_keys if before is not None else set()
         for key in keys:
             is_segment = key.startswith(f"{self.path}/segment-") and key not in named
             if is_segment and (key in old or _nonce_of(key) not in living):

@@ -64,6 +64,11 @@ class Manifest:
         return tuple(segment for segment in self.segments if segment.key)
 
     @property
+    def segment_keys(self) -> set[str]:
+        """Their keys."""
+        return {segment.key for segment in self.objects}
+
+    @property
     def within_bytes(self) -> int:
         """Bytes of tensors that are in the manifest itself."""
         return sum(segment.size for segment in self.segments if not segment.key)

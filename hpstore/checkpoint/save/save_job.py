@@ -191,7 +191,7 @@ class SaveJob:
         if not references:
             return set()
         try:
-            named = {segment.key for segment in self._steps.facts(self._earlier).objects}
+            named = self._steps.facts(self._earlier).segment_keys
         except (HpstoreError, OSError):
             return set()  # all is written anew
         return {key for key in references if key in named and is_there(self._pool, key)}
@@ -358,7 +358,7 @@ class SaveJob:
             undo.callback(self.abandon)
             if not self._options.within:
                 require_fence(self._pool, self._prefix, self._options.session)
-            data = self._manifest(written)
+            manifest, data = self._manifest(written)
             before, replaced = self._standing(key) if self._options.overwrite else (None, set())
             undo.pop_all()
         # from here on the manifest may become visible even if its put fails
@@ -382,6 +382,7 @@ class SaveJob:
                 self.abandon()
             raise
         self._committed = True
+        self._steps.note_facts(manifest, info.version)
         self.replaced = replaced
         spare = min(info.spare_columns, *(w.tolerated for w in written))
         return SaveReport(
@@ -420,14 +421,13 @@ class SaveJob:
         if before is None:
             return None, set()
         try:
-            return before, {
-                segment.key for segment in self._steps.facts(self._options.step).objects
-            }
+            return before, self._steps.facts(self._options.step).segment_keys
         except (HpstoreError, OSError):
             return before, set()  # garbage collection finds them
 
-    def _manifest(self, written: Sequence[Written]) -> bytes:
-        """The manifest of what all ranks wrote. Raises CheckpointError unless that is all."""
+    def _manifest(self, written: Sequence[Written]) -> tuple[Manifest, bytes]:
+        """The manifest of what all ranks wrote, and its bytes. Raises CheckpointError unless that
+        is all."""
         merged, merge = Written(), Merge()
         tree = written[0].tree
         for rank, part in enumerate(written):
@@ -457,7 +457,7 @@ class SaveJob:
             extra=self._options.extra,
         )
         text = self._tree_text.result() if self._tree_text is not None else None
-        return manifest.encode(merged.columns, text)
+        return manifest, manifest.encode(merged.columns, text)
 
     def close(self) -> None:
         """After commit(), whatever became of it: the attempt is over."""
