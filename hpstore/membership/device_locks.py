@@ -123,7 +123,7 @@ class DeviceLocks:
 
         calls = {d: take(d, device) for d, device in devices.items()}
         try:
-            answers = self._gather(calls, need, limit_seconds, drop, brief=True)
+            answers = self._gather(calls, need, limit_seconds, drop, brief="lock")
         except BaseException:
             given_up.set()
             for hold in (*mine, *found.holds.values()):
@@ -139,12 +139,12 @@ class DeviceLocks:
 
     def _gather(
         self, calls: Mapping[str, Callable[[], T]], need: int, limit_seconds: float,
-        late: Callable[[str, Future[T]], None], *, brief: bool = False,
+        late: Callable[[str, Future[T]], None], *, brief: str,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """One call on each device; those that `need` others leave behind are not waited for.
 
         Nothing more is asked of them here before they answer; `late` sees to what comes of it.
-        `brief`: calls that take less time than a thread takes to wake up.
+        `brief` as Scheduler.gather has it.
         """
         futures = self._store.scheduler.start(calls, brief=brief)
         elapsed = wait_awake(futures.values(), min(QUICK_SECONDS, limit_seconds))
@@ -216,7 +216,7 @@ class DeviceLocks:
 
         calls = {d: _writing(holds[d], *where) for d, where in data.items()}
         limit = self._store.settings.device_deadline_seconds
-        results = self._gather(calls, need, limit, late)
+        results = self._gather(calls, need, limit, late, brief="write")
         return {d for d, result in results.items() if not isinstance(result, Exception)}
 
     def finish(
@@ -237,7 +237,9 @@ class DeviceLocks:
         calls = {d: last(holds[d], *where) for d, where in data.items()}
         limit = self._store.settings.device_deadline_seconds
         try:
-            results = self._gather(calls, majority(members), limit, lambda *_: None)
+            results = self._gather(
+                calls, majority(members), limit, lambda *_: None, brief="write and unlock"
+            )
         except BaseException:
             for hold in holds.values():
                 self._let_go(hold)

@@ -132,7 +132,7 @@ class PoolContext:
 
     def each(
         self, devices: Iterable[str], call: Callable[[str, Device], T], *,
-        patience: float | None = None, brief: bool = False,
+        patience: float | None = None, brief: str = "",
     ) -> dict[str, T | Exception]:  # fmt: skip
         """Run `call` on devices side by side, under the device deadline.
 
@@ -397,7 +397,7 @@ class PoolContext:
             space = {m.device_id: seen.get(m.device_id) for m in asked}
         else:
             space = self.each((m.device_id for m in asked), self.offer, patience=PATIENCE,
-                              brief=True)  # fmt: skip
+                              brief="offer")  # fmt: skip
         return [
             Offer(
                 candidate=Candidate(device=m.device_id, domain=m.domain, weight=m.weight),

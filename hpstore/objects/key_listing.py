@@ -93,7 +93,7 @@ def _walk_all(store: PoolContext, prefix: str) -> tuple[dict[str, _Rows | Except
     """
     devices, scheduler = store.view.devices, store.scheduler
     # so that a hung one costs little
-    answers = store.each(devices, store.generation_on, patience=PATIENCE)
+    answers = store.each(devices, store.generation_on, patience=PATIENCE, brief="generation")
     silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
     walks = {d: _Walk(d, devices[d], prefix) for d in devices if d not in silent}
     futures = {d: scheduler.submit(d, walk.run) for d, walk in walks.items()}

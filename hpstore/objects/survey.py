@@ -412,7 +412,7 @@ def _survey_once(
                 offered[device_id] = store.offer(device_id, device)
         return generation, found
 
-    brief = len(keys) <= BRIEF_KEYS
+    brief = "look" if len(keys) <= BRIEF_KEYS else ""
     results = store.each(store.view.devices, look, patience=patience, brief=brief)
     answers = [r for r in results.values() if not isinstance(r, Exception)]
     silent = {d for d, found in results.items() if isinstance(found, Exception)}

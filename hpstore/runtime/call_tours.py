@@ -1,9 +1,11 @@
 """One worker asks many devices in turn, where that is quicker than to ask them side by side.
 
 A call that looks something up in a cached directory takes some ten microseconds; to wake a worker
-for it, and then its caller, takes longer, and that for each device. So one worker asks them all. A
+for it, and then its caller, takes longer, and that for each device. Workers side by side also
+take the interpreter from each other at every system call. So one worker asks all devices. A
 caller whose tour stands still leaves it: it has the answers there are, and asks the rest side by
-side on their lanes, so that a device that hangs delays no other. Which way is quicker is measured.
+side on their lanes, so that a device that hangs delays no other. Which way is quicker is measured
+for each kind of call: to write a small file takes its time on a disk, and none in memory.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +26,8 @@ from hpstore.runtime.threads import start_thread
 _log = logging.getLogger(__name__)
 STILL_SECONDS = 0.005  # after which a tour is left
 WORKERS = 4
-_TRY_EVERY = 32  # rounds, one is made the way that was slower
+_FIRST = 4  # rounds of either way, before one is known to be quicker
+_TRY_EVERY = 32  # rounds after that, one is made the way that was slower
 _SMOOTH = 1 / 8  # of a new measurement
 Call = Callable[[], Any]
 End = Callable[[], None]  # run when a device is used no more
@@ -46,8 +49,9 @@ class Tour:
         self._todo = deque(calls.items())
         self._owed: Future[Any] | None = None  # for who has left: of the call that is being made
         self._at = ""
+        self._using = ""  # the device whose call is made, or whose answer is being handed over
         self._ends: dict[str, list[End]] = {}  # run after the call on a device
-        self._lock = threading.Lock()  # guards _todo, _at, _owed, _ends
+        self._lock = threading.Lock()  # guards _todo, _at, _using, _owed, _ends
         self._under_way = threading.Lock()
         self._under_way.acquire()
 
@@ -58,15 +62,18 @@ class Tour:
                 if not self._todo:
                     break
                 self._at, call = self._todo.popleft()
+                self._using = self._at
             try:
                 answer = call()
             except BaseException as error:  # noqa: BLE001 (handed to whoever waits, crashes too)
                 answer = error
             with self._lock:
                 self.answers[self._at] = answer
-                owed, ends = self._owed, self._ends.pop(self._at, [])
+                owed = self._owed
             if owed is not None:
-                settle(owed, answer)
+                settle(owed, answer)  # what waits for it may use the device
+            with self._lock:
+                self._using, ends = "", self._ends.pop(self._at, [])
             run_all(ends)
             del call, answer, owed  # whoever is asked next may take long
         self._under_way.release()
@@ -93,13 +100,13 @@ class Tour:
                 settle(futures.setdefault(device, Future()), answer)
             if self._at and self._at not in self.answers:
                 self._owed = futures[self._at] = Future()
+                self._owed.set_running_or_notify_cancel()  # as one on a lane: it is being made
         return Left(futures, left, ends)
 
     def when_unused(self, device: str, then: End) -> bool:
         """Run `then` after the call on a device; False when none is under way or to come."""
         with self._lock:
-            under_way = device == self._at and device not in self.answers
-            if not under_way and all(device != name for name, _ in self._todo):
+            if device != self._using and all(device != name for name, _ in self._todo):
                 return False
             self._ends.setdefault(device, []).append(then)
         return True
@@ -118,19 +125,25 @@ class _Quicker:
 
     def __init__(self) -> None:
         self._seconds = [0.0, 0.0]  # side by side, in turn; 0: not known yet
+        self._noted = [0, 0]
         self._rounds = 0
 
     def in_turn(self) -> bool:
         """How the next round is made."""
         self._rounds += 1
+        if self._rounds <= 2 * _FIRST:
+            return self._rounds % 2 == 1
         quicker = not self._seconds[False] or self._seconds[True] <= self._seconds[False]
         return quicker != (self._rounds % _TRY_EVERY == 0)
 
     def note(self, *, in_turn: bool, seconds: float) -> None:
-        """What a round took, for a device. One slow round says little."""
+        """What a round took, for a device. One slow round says little: the first ones least."""
         known = self._seconds[in_turn]
-        new = min(seconds, 4 * known) if known else seconds
-        self._seconds[in_turn] = new if not known else known + _SMOOTH * (new - known)
+        self._noted[in_turn] += 1
+        if self._noted[in_turn] <= _FIRST:
+            self._seconds[in_turn] = min(known, seconds) if known else seconds
+        else:
+            self._seconds[in_turn] = known + _SMOOTH * (min(seconds, 4 * known) - known)
 
 
 class Tours:
@@ -140,19 +153,19 @@ class Tours:
         self._jobs: queue.SimpleQueue[Tour | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
         self._idle = 0
-        self._quicker = _Quicker()
+        self._quicker: defaultdict[str, _Quicker] = defaultdict(_Quicker)  # by kind of call
         self._under_way: set[Tour] = set()
         self._owing: dict[str, set[Future[Any]]] = {}  # device -> calls in which tours stood still
         self._closed = False
         self._lock = threading.Lock()  # guards all of the above
 
-    def begin(self, calls: Mapping[str, Call]) -> Tour | None:
-        """A tour under way; None when these calls are to be made side by side: that is quicker, a
-        device stood still and has not answered yet, or no worker is free."""
+    def begin(self, kind: str, calls: Mapping[str, Call]) -> Tour | None:
+        """A tour under way; None when these calls are to be made side by side: that is quicker for
+        their kind, a device stood still and has not answered yet, or no worker is free."""
         with self._lock:
             if self._closed or len(calls) < 2 or any(d in self._owing for d in calls):
                 return None
-            if not self._quicker.in_turn():
+            if not self._quicker[kind].in_turn():
                 return None
             if self._idle:
                 self._idle -= 1
@@ -171,10 +184,10 @@ class Tours:
             self._jobs.put(tour)
         return tour
 
-    def note(self, *, in_turn: bool, seconds: float) -> None:
-        """What a round took, for a device."""
+    def note(self, kind: str, *, in_turn: bool, seconds: float) -> None:
+        """What a round of such calls took, for a device."""
         with self._lock:
-            self._quicker.note(in_turn=in_turn, seconds=seconds)
+            self._quicker[kind].note(in_turn=in_turn, seconds=seconds)
 
     def _work(self) -> None:
         while (tour := self._jobs.get()) is not None:

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -191,15 +191,15 @@ class Scheduler:
 
     def gather(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
-        patience: Patience | None = None, brief: bool = False, ask_late: bool = False,
+        patience: Patience | None = None, brief: str = "", ask_late: bool = False,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """Run one call per device at the same time; results or errors by device.
 
         A device that does not answer in time gets a DeviceTimeout; its call goes on. With
         `patience`, one that can be done without is waited for no longer than that says, and not
         asked at all, unless `ask_late`, while it owes the answer to an earlier such call for as
-        long. `brief`: calls that take less time than a thread takes to wake up, which may be made
-        in turn.
+        long. `brief`: the kind of calls that may take less time than a thread takes to wake up;
+        they are made in turn where that is quicker for this kind.
         """
         late = set() if patience is None or ask_late else self.late(calls, patience.seconds)
         if patience is not None and not patience.spare(late):
@@ -212,11 +212,11 @@ class Scheduler:
             for device in late
         }
         began = time.monotonic()
-        tour = self._begin_tour(asked) if brief else None
+        tour = self._begin_tour(brief, asked)
         if tour is not None and self._is_over(tour):
             results |= tour.results()
         else:
-            futures = self._side_by_side(asked, tour)
+            futures = self._side_by_side(asked, tour, {})
             if patience is None:
                 wait_awake(futures.values(), deadline_seconds)
             else:
@@ -228,49 +228,79 @@ class Scheduler:
                 results[device] = answer
         if brief and asked and not any(isinstance(r, DeviceTimeout) for r in results.values()):
             seconds = (time.monotonic() - began) / len(asked)
-            self._tours.note(in_turn=tour is not None, seconds=seconds)
+            self._tours.note(brief, in_turn=tour is not None, seconds=seconds)
         return results
 
     def start(
-        self, calls: Mapping[str, Callable[[], T]], *, brief: bool = False
-    ) -> dict[str, Future[T]]:
+        self, calls: Mapping[str, Callable[[], T]], *, brief: str = "",
+        into: dict[str, Future[T]] | None = None,
+    ) -> dict[str, Future[T]]:  # fmt: skip
         """Begin one call per device, for a caller that waits in its own way.
 
-        `brief` as for gather: those that were made in turn have their answers on return.
+        `brief` as for gather: those that were made in turn have their answers on return. `into` is
+        what is returned; the calls that were begun are there when it is interrupted, too.
         """
-        tour = self._begin_tour(calls) if brief else None
-        if tour is None or not self._is_over(tour):
-            return self._side_by_side(calls, tour)
-        futures: dict[str, Future[T]] = {device: Future() for device in tour.answers}
+        futures: dict[str, Future[T]] = {} if into is None else into
+        began = time.monotonic()
+        tour = self._begin_tour(brief, calls)
+        if tour is None or not self._is_over(tour, futures):
+            self._side_by_side(calls, tour, futures)
+            if brief:
+                self._note_round(brief, futures.values(), began, in_turn=tour is not None)
+            return futures
         for device, answer in tour.answers.items():
-            settle(futures[device], answer)
+            settle(futures.setdefault(device, Future()), answer)
+        if calls:
+            seconds = (time.monotonic() - began) / len(calls)
+            self._tours.note(brief, in_turn=True, seconds=seconds)
         return futures
 
-    def _begin_tour(self, calls: Mapping[str, Callable[[], T]]) -> Tour | None:
-        """None also when a lane refuses calls: then it does so at once."""
-        lanes = [self._lanes.get(device) for device in calls]
-        if not self._threads or any(lane and lane.silent(self._stuck_seconds) for lane in lanes):
-            return None
-        return self._tours.begin(calls)
+    def _note_round(
+        self, kind: str, futures: Collection[Future[T]], began: float, *, in_turn: bool
+    ) -> None:  # fmt: skip
+        """When the last of these calls has answered, and none has failed: what they took."""
+        arrivals = itertools.count(1)  # next() is atomic
 
-    def _is_over(self, tour: Tour) -> bool:
+        def arrived(_: Future[T]) -> None:
+            if next(arrivals) < len(futures):
+                return
+            if not any(future.cancelled() or future.exception() for future in futures):
+                seconds = (time.monotonic() - began) / len(futures)
+                self._tours.note(kind, in_turn=in_turn, seconds=seconds)
+
+        for future in futures:
+            future.add_done_callback(arrived)
+
+    def _begin_tour(self, kind: str, calls: Mapping[str, Callable[[], T]]) -> Tour | None:
+        """None also when calls are of no kind, or a lane refuses them: then it does so at once."""
+        lanes = [self._lanes.get(device) for device in calls] if kind else []
+        silent = any(lane and lane.silent(self._stuck_seconds) for lane in lanes)
+        return None if not kind or not self._threads or silent else self._tours.begin(kind, calls)
+
+    def _is_over(self, tour: Tour, begun: dict[str, Future[Any]] | None = None) -> bool:
         try:
             return tour.over()
         except BaseException:  # Ctrl-C: nobody waits for the remaining calls; raised again
-            for ends in self._tours.leave(tour).ends.values():
+            left = self._tours.leave(tour)
+            if begun is not None:
+                begun |= left.answers
+            for ends in left.ends.values():
                 run_all(ends)
             raise
 
     def _side_by_side(
-        self, calls: Mapping[str, Callable[[], T]], tour: Tour | None
-    ) -> dict[str, Future[T]]:
-        """Make the calls on their lanes; of a tour that is left, those that it has not begun."""
-        if tour is None:
-            return {device: self.submit(device, call) for device, call in calls.items()}
-        futures: dict[str, Future[T]]
-        futures, calls, ends = self._tours.leave(tour)
+        self, calls: Mapping[str, Callable[[], T]], tour: Tour | None,
+        futures: dict[str, Future[T]],
+    ) -> dict[str, Future[T]]:  # fmt: skip
+        """Make the calls on their lanes, into `futures`; of a tour that is left, those that it has
+        not begun."""
+        ends: dict[str, list[Callable[[], None]]] = {}
+        if tour is not None:
+            answers, calls, ends = self._tours.leave(tour)
+            futures |= answers
         try:
-            futures |= {device: self.submit(device, call) for device, call in calls.items()}
+            for device, call in calls.items():
+                futures[device] = self.submit(device, call)
         finally:
             for device, waiting in ends.items():
                 if device in futures:

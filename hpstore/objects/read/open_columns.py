@@ -23,7 +23,7 @@ Opened = list[ColumnReader | Exception]
 Wanted = Mapping[str, Sequence[tuple[str, ColumnName]]]  # by device: key and column
 
 
-def open_side_by_side(
+def open_together(
     store: PoolContext, wanted: Wanted, *, whole: bool, spare: Callable[[set[str]], bool] | None
 ) -> dict[str, Opened]:
     """What became of each column, in the order of `wanted`.
@@ -32,10 +32,14 @@ def open_side_by_side(
     without; None waits the device deadline for all. A file that is opened late is closed.
     """
     began = time.monotonic()
-    futures = {
-        device: store.scheduler.submit(device, partial(_open_all, store, device, columns, whole))
-        for device, columns in wanted.items()
-    }
+    most = max(map(len, wanted.values()), default=0)
+    futures = store.scheduler.start(
+        {
+            device: partial(_open_all, store, device, columns, whole)
+            for device, columns in wanted.items()
+        },
+        brief=f"open {'whole ' if whole else ''}{most.bit_length()}",
+    )
     deadline = store.settings.device_deadline_seconds
     if spare is None:
         wait_awake(futures.values(), deadline)
@@ -62,7 +66,7 @@ def open_files(
     for column, found in files.items():
         columns.setdefault(found.device, []).append(column)
     wanted = {d: [(key, files[column].name) for column in mine] for d, mine in columns.items()}
-    opened = open_side_by_side(store, wanted, whole=whole, spare=spare)
+    opened = open_together(store, wanted, whole=whole, spare=spare)
     return {
         column: result
         for device, results in opened.items()
@@ -73,7 +77,7 @@ def open_files(
 def _open_all(
     store: PoolContext, device_id: str, columns: Sequence[tuple[str, ColumnName]], whole: bool
 ) -> Opened:
-    """By a thread of the device's lane."""
+    """In one call on the device."""
     found: Opened = []
     device = store.view.devices[device_id]
     for key, name in columns:
@@ -91,4 +95,4 @@ def _close(future: Future[Opened]) -> None:
                 opened.close()
 
 
-__all__ = ["SPARE_SECONDS", "Opened", "open_files", "open_side_by_side"]
+__all__ = ["SPARE_SECONDS", "Opened", "open_files", "open_together"]

@@ -17,7 +17,7 @@ from hpstore.format.keys import ColumnName, Kind
 from hpstore.objects.context import READ_PATIENCE, PoolContext
 from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.object_reader import Changed, ObjectReader
-from hpstore.objects.read.open_columns import open_side_by_side
+from hpstore.objects.read.open_columns import open_together
 from hpstore.objects.survey import survey_keys
 
 MOST_KEYS = 64  # of one call: it must end within the deadline for a call
@@ -65,7 +65,7 @@ def _open_columns(store: PoolContext, readers: dict[str, ObjectReader], whole: b
             wanted[file.device].append((reader, column, file.name))
     names = {device: [(reader.key, name) for reader, _, name in columns]
              for device, columns in wanted.items()}  # fmt: skip
-    opened = open_side_by_side(
+    opened = open_together(
         store, names, whole=whole,
         spare=lambda silent: all(r.enough_without(silent) for r in readers.values()),
     )  # fmt: skip

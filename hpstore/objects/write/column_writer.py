@@ -55,7 +55,7 @@ class ColumnWriter:
         self.published = False
         self.flying: list[Future[None]] = []  # calls that may still use the handle
         self._handle: WriteHandle | None = None
-        self._sealed = False
+        self.sealed = False  # all its bytes are durable
 
     @property
     def recycled(self) -> bool:
@@ -98,13 +98,13 @@ class ColumnWriter:
             return
         assert self._handle is not None
         self._handle.sync()
-        self._sealed = True
+        self.sealed = True
 
     def seal(self) -> None:
         """Write header and table; make the bytes durable."""
         if self.failed is not None:
             raise self.failed
-        if self._sealed:
+        if self.sealed:
             return
         assert self._handle is not None
         page, tail = self._ends()
@@ -197,6 +197,29 @@ class ColumnSet:
             futures[column.header.column] = future
         return futures
 
+    def begin(
+        self, call: Callable[[ColumnWriter], Callable[[], None]], brief: str
+    ) -> dict[int, Future[None]]:
+        """As submit, on the scheduler's lanes; `brief` as its gather has it."""
+        columns = {column.device_id: column for column in self.alive()}
+        begun: dict[str, Future[None]] = {}
+        try:
+            self._store.scheduler.start(
+                {device: call(column) for device, column in columns.items()},
+                brief=brief, into=begun,
+            )  # fmt: skip
+        finally:  # abort() waits for those that were begun
+            with self._lock:
+                for device, future in begun.items():
+                    column = columns[device]
+                    column.flying = [f for f in column.flying if not f.done()] + [future]
+        return {columns[device].header.column: future for device, future in begun.items()}
+
+    def flying(self) -> list[Future[None]]:
+        """Calls that may not have answered."""
+        with self._lock:
+            return [future for column in self.columns.values() for future in column.flying]
+
     def settle(
         self, futures: Mapping[int, Future[None]], *, waited: float | None = None
     ) -> None:  # fmt: skip
@@ -261,7 +284,10 @@ class ColumnSet:
 
     def finish(self) -> None:
         """Seal and publish every column that is alive. Raises MembershipMoved, HorizonPassed."""
-        self.settle(self.submit(lambda column: partial(self._finish_one, column)))
+        sealed = all(column.sealed for column in self.alive())
+        self.settle(self.begin(
+            lambda column: partial(self._finish_one, column), "name" if sealed else ""
+        ))  # fmt: skip
         with self._lock:
             self._decided = True
 
@@ -315,7 +341,7 @@ class ColumnSet:
         )
         answers = self._store.scheduler.gather(
             {d: partial(self.check_generation, column) for d, column in columns.items()},
-            settings.device_deadline_seconds, patience=spare, brief=True, ask_late=True,
+            settings.device_deadline_seconds, patience=spare, brief="generation", ask_late=True,
         )  # fmt: skip
         for device, answer in answers.items():
             if isinstance(answer, MembershipMoved):

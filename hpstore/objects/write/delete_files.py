@@ -34,15 +34,18 @@ def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) ->
 
         return run
 
+    count = sum(len(found) for found in by_device.values())
+    if not count:
+        return 0
     present = [d for d in by_device if d in store.view.devices]
     results = store.scheduler.gather(
         {d: retire(d) for d in present}, store.settings.device_deadline_seconds,
-        patience=Patience(PATIENCE, lambda _: True),
+        patience=Patience(PATIENCE, lambda _: True), brief=f"retire {count.bit_length()}",
     )  # fmt: skip
     failed = sum(isinstance(result, Exception) for result in results.values())
     if failed:
         store.metrics.count("remove_error_total", failed)
-    return sum(len(found) for found in by_device.values())
+    return count
 
 
 __all__ = ["remove_all", "remove_files"]

@@ -59,15 +59,27 @@ class Calls:
         self._waiting[device].append((future, call))
         return future
 
-    def begin(self) -> list[Future[None]]:
-        """Make them, in their order; the devices side by side. Returns one future per device."""
+    def begin(self, step: str) -> list[Future[None]]:
+        """Make them, in their order on each device. Returns one future per device.
+
+        `step`: what they do, a kind of calls of which it is known which way is quicker.
+        """
         waiting, self._waiting = self._waiting, defaultdict(list)
-        began = []
-        for device, calls in waiting.items():
-            whole = self._scheduler.submit(device, partial(_make, calls))
-            whole.add_done_callback(partial(_refused, calls))
-            began.append(whole)
-        return began
+        count = max(map(len, waiting.values()), default=0)
+        began: dict[str, Future[None]] = {}
+        try:
+            self._scheduler.start(
+                {device: partial(_make, calls) for device, calls in waiting.items()},
+                brief=f"{step} {count.bit_length()}", into=began,
+            )  # fmt: skip
+        finally:
+            for device, calls in waiting.items():
+                if device in began:
+                    began[device].add_done_callback(partial(_refused, calls))
+                else:  # interrupted before
+                    for future, _ in calls:
+                        future.cancel()
+        return list(began.values())
 
 
 def _make(calls: Sequence[tuple[Future[None], Callable[[], None]]]) -> None:
@@ -197,9 +209,9 @@ def _write_together(
     fills: list[Future[None]] = []
     try:
         _fill(now, writes.values(), calls, lease.array, fills)
-        _step(now, writes.values(), calls, lambda column: column.sync)
-        _step(now, writes.values(), calls, _naming(writes))
-        _step(now, writes.values(), calls, lambda column: column.sync_name)
+        _step(now, writes.values(), calls, "sync", lambda column: column.sync)
+        _step(now, writes.values(), calls, "names", _naming(writes))
+        _step(now, writes.values(), calls, "sync names", lambda column: column.sync_name)
         _acknowledge(now, writes.values())
     finally:
         for write in writes.values():
@@ -264,16 +276,16 @@ def _fill(
             futures = write.columns.submit(lambda column: partial(column.fill, ()))
         started.append((write, futures))
         fills += futures.values()
-    _settle(store, started, calls)
+    _settle(store, started, calls, "fill")
 
 
 def _step(
-    store: PoolContext, writes: Iterable[_Write], calls: Calls,
+    store: PoolContext, writes: Iterable[_Write], calls: Calls, step: str,
     call: Callable[[ColumnWriter], Callable[[], None]],
 ) -> None:  # fmt: skip
     """Make a call for each column of those of which nothing has failed."""
     started = [(write, write.columns.submit(call)) for write in writes if write.alive]
-    _settle(store, started, calls)
+    _settle(store, started, calls, step)
 
 
 def _naming(writes: Mapping[str, _Write]) -> Callable[[ColumnWriter], Callable[[], None]]:
@@ -284,10 +296,11 @@ def _naming(writes: Mapping[str, _Write]) -> Callable[[ColumnWriter], Callable[[
 
 
 def _settle(
-    store: PoolContext, started: Sequence[tuple[_Write, Mapping[int, Future[None]]]], calls: Calls
-) -> None:
+    store: PoolContext, started: Sequence[tuple[_Write, Mapping[int, Future[None]]]],
+    calls: Calls, step: str,
+) -> None:  # fmt: skip
     """Make the calls and wait for them; note what has failed."""
-    waited = _wait(store, calls.begin())
+    waited = _wait(store, calls.begin(step))
     for write, futures in started:
         try:
             write.columns.settle(futures, waited=waited)
@@ -313,7 +326,7 @@ def _acknowledge(store: PoolContext, writes: Iterable[_Write]) -> None:
     alive = [write for write in writes if write.alive]
     devices = {c.device_id for write in alive for c in write.columns.published()}
     answers = store.each(
-        devices, store.generation_on, patience=store.settings.straggler_seconds, brief=True
+        devices, store.generation_on, patience=store.settings.straggler_seconds, brief="generation"
     )
     known = store.view.record.generation
     if any(isinstance(answer, int) and answer > known for answer in answers.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from hpstore.devices.base import Usage
 from hpstore.devices.horizon_guard import HorizonPassed
@@ -212,7 +213,9 @@ def write_columns(
     whole = in_one_call(geometry, batch)
     done = False
     try:
-        if not whole:
+        if not geometry.size:
+            columns.settle(columns.begin(lambda column: partial(column.write_whole, ()), "empty"))
+        elif not whole:
             columns.create()
         if not columns.failures():  # else plan again, while no byte has moved
             StripeWriter(store, columns, geometry, floor, batch).run(source, throttle)

@@ -165,11 +165,15 @@ class StripeWriter:
         lease = self._lease(count * batch.column_bytes, flying)
         # what is small is computed in less time than another thread wakes up in
         compute = at_once if self._whole else self._store.scheduler.compute
-        if rows is None:
-            prepared = compute(lambda: self._prepare_packed(batch, source, lease.array))
-        else:
-            early = self._start(batch, rows)
-            prepared = compute(lambda: early | self._prepare_parity(batch, rows, lease))
+        try:
+            if rows is None:
+                prepared = compute(lambda: self._prepare_packed(batch, source, lease.array))
+            else:
+                early = self._start(batch, rows)
+                prepared = compute(lambda: early | self._prepare_parity(batch, rows, lease))
+        except BaseException:  # Ctrl-C while what is small is written here
+            release_after(lease, self._columns.flying())
+            raise
         return _Flight(lease, prepared, self._told)
 
     def _lease(self, nbytes: int, flying: list[_Flight]) -> Lease:
@@ -242,8 +246,9 @@ class StripeWriter:
         """Copy a batch into memory, column by column, zero-padded; encode, checksum, write."""
         columns = self._pack(batch, source, memory)
         if self._whole:
-            return self._columns.submit(
-                lambda column: lambda: column.write_whole([columns[column.header.column]])
+            return self._columns.begin(
+                lambda column: lambda: column.write_whole([columns[column.header.column]]),
+                f"write {batch.column_bytes.bit_length()}",
             )
         return self._start(batch, {number: [row] for number, row in enumerate(columns)})
 

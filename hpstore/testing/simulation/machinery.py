@@ -135,7 +135,7 @@ class SimulatedScheduler(Scheduler):
 
     def gather(
         self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
-        patience: Patience | None = None, brief: bool = False, ask_late: bool = False,
+        patience: Patience | None = None, brief: str = "", ask_late: bool = False,
     ) -> dict[str, T | Exception]:  # fmt: skip
         # what is made in turn is one order of those that the schedule may want
         return super().gather(calls, deadline_seconds, patience=patience, ask_late=ask_late)
