@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import pickle
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -399,3 +402,34 @@ def test_a_reader_where_a_checkpointer_saved_says_what_reads_it(pool: hpstore.Po
                 dcp_load(
                     {"w": torch.ones(3)}, storage_reader=StorageReader(pool, path), no_dist=True
                 )
+
+
+def test_planners_see_the_ids_of_writer_and_reader(pool: hpstore.Pool) -> None:
+    """As with torch's file system: a planner, the metadata and the loaded metadata name the save
+    as `writer.save_id` does, and the load as `reader.load_id` does; `reset()` renews both."""
+    seen: list[StorageMeta | None] = []
+
+    class Saves(DefaultSavePlanner):
+        def set_up_planner(
+            self,
+            state_dict: dict[str, Any],
+            storage_meta: StorageMeta | None = None,
+            is_coordinator: bool = False,
+        ) -> None:
+            seen.append(storage_meta)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    with pool:
+        writer, reader = StorageWriter(pool, PATH), StorageReader(pool, PATH)
+        saved = dcp_save(state(1), storage_writer=writer, planner=Saves(), no_dist=True)
+        wanted = StorageMeta(checkpoint_id=PATH, save_id=writer.save_id)
+        assert seen == [wanted]
+        assert saved.storage_meta == wanted
+        loaded = reader.read_metadata().storage_meta
+        assert loaded == replace(wanted, load_id=reader.load_id)
+        assert pickle.loads(pickle.dumps(writer)).save_id == writer.save_id
+        before = writer.save_id, reader.load_id
+        writer.reset(PATH)
+        reader.reset(PATH)
+        assert writer.save_id != before[0]
+        assert reader.load_id != before[1]

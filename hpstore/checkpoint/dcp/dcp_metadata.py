@@ -144,7 +144,9 @@ def torch_metadata(manifest: Manifest, *, where: str, load_id: str) -> Metadata:
         state_dict_metadata=entries,
         planner_data=planner,
         storage_data=storage,
-        storage_meta=StorageMeta(checkpoint_id=where, load_id=load_id),
+        storage_meta=StorageMeta(
+            checkpoint_id=where, save_id=manifest.session or None, load_id=load_id
+        ),
     )
 
 

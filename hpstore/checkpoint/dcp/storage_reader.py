@@ -42,14 +42,14 @@ class StorageReader(TorchStorageReader):
         calm_torch()
         self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
         self.path = check_key(str(path))
-        self._load_id = secrets.token_hex(8)
+        self.load_id = secrets.token_hex(8)
         self._manifest: Manifest | None = None
         self._index: dict[Any, Item] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = check_key(os.fspath(checkpoint_id))
-        self._load_id = secrets.token_hex(8)
+        self.load_id = secrets.token_hex(8)
         self._manifest = None
 
     @property
@@ -65,7 +65,7 @@ class StorageReader(TorchStorageReader):
             raise CheckpointError(nothing_at(self._pool, self.path)) from error
         manifest = Manifest.decode(data, where=key)
         self._manifest = manifest
-        return torch_metadata(manifest, where=self.path, load_id=self._load_id)
+        return torch_metadata(manifest, where=self.path, load_id=self.load_id)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

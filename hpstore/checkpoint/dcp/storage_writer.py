@@ -73,6 +73,7 @@ class StorageWriter(TorchStorageWriter):
     ) -> None:  # fmt: skip
         self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
         self.path, self.overwrite = check_key(str(path)), overwrite
+        self.save_id = secrets.token_hex(8)
         self._watch = NoteWatch()
         self._forget()
 
@@ -89,11 +90,14 @@ class StorageWriter(TorchStorageWriter):
                 "a pool on memory devices cannot be used from another process: nothing of it is "
                 "there. Use AsyncCheckpointerType.THREAD."
             )
-        return {"pool": self._pool, "path": self.path, "overwrite": self.overwrite}
+        return {
+            "pool": self._pool, "path": self.path, "overwrite": self.overwrite,
+            "save_id": self.save_id,
+        }  # fmt: skip
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool, self.path = state["pool"], state["path"]
-        self.overwrite = state["overwrite"]
+        self.overwrite, self.save_id = state["overwrite"], state["save_id"]
         self._watch = NoteWatch()
         self._forget()
 
@@ -102,9 +106,12 @@ class StorageWriter(TorchStorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = check_key(os.fspath(checkpoint_id))
+        self.save_id = secrets.token_hex(8)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.path, save_id=self._nonce)
+        """The path and `save_id`. torch gives it to the planner before set_up_storage_writer()
+        makes the nonce, so the nonce cannot be the id."""
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     @property
     def checkpoint_id(self) -> str:
@@ -151,7 +158,7 @@ class StorageWriter(TorchStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit: check that the results are what was planned and safe, then put the manifest."""
         found = require_all(metadata, results)
-        manifest = make_manifest(metadata, found, session=self._nonce)
+        manifest = make_manifest(metadata, found, session=self.save_id)
         for segment in manifest.objects:
             require_safe(self._pool, segment.key, version=segment.version)
         metadata.storage_meta = self.storage_meta()
