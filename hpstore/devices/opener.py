@@ -28,6 +28,7 @@ from hpstore.errors import (
     NotAuthentic,
 )
 from hpstore.format.device_urls import has_secrets, without_secrets
+from hpstore.format.keys import OBJECTS
 from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.runtime.deadline_wait import Patience
@@ -240,13 +241,24 @@ def _probe(device: Device, write: bool) -> None:
         raise
 
 
+def _holds_nothing(device: Device) -> bool:
+    """Neither a record nor objects."""
+    names = {entry.name for entry in device.entries("")}
+    return POOL_FILE not in names and not (OBJECTS in names and device.entries(OBJECTS))
+
+
 def require_unused(device: Device) -> None:
     """Raise DeviceInUse unless a place can become a device: nothing is there, or what a claim that
     failed has left."""
     if device.stamp(IDENTITY_FILE) is not None:
+        advice = (
+            f"It has no {POOL_FILE} and no objects, which is what `hpstore create` leaves when it "
+            f"is cut off: then delete {IDENTITY_FILE} there"
+            if _holds_nothing(device)
+            else "If that pool is of no use any more, delete its files there first"
+        )
         raise DeviceInUse(
-            f"device {device.url} already belongs to a pool ({IDENTITY_FILE} is there). If that "
-            "pool is of no use any more, delete its files there first.",
+            f"device {device.url} already belongs to a pool ({IDENTITY_FILE} is there). {advice}.",
             device=device.url,
         )
     names = {entry.name for entry in device.entries("")}

@@ -139,10 +139,15 @@ def _choose_view(
     """The view of the newest record, from devices of one pool that prove to work."""
     _require_key(config, opened.values())
     if not any(o.record is not None for o in opened.values()):
+        reasons = _reasons(problems | {url: one.lacks for url, one in opened.items()})
+        hint = "" if problems else (
+            " If `hpstore create` was cut off, nothing is stored yet: delete this file, and "
+            "hpstore.json on the devices, and create the pool again."
+        )  # fmt: skip
         raise TooFewDevices(
             f"pool {config.name!r} ({config.path}): no device answers with a membership "
             "record. Objects are not touched; one device of the pool with a whole pool.json opens "
-            "it again. " + _reasons(problems | {url: one.lacks for url, one in opened.items()})
+            f"it again. {reasons}{hint}"
         )
     pool_id = _majority_pool(opened)
     for url, found in list(opened.items()):

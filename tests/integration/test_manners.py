@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ from typer.testing import CliRunner
 
 import hpstore
 from hpstore.cli import app
-from hpstore.config import load_config
-from hpstore.errors import ConfigError, DeviceInUse
+from hpstore.config import PoolConfig, load_config
+from hpstore.errors import ConfigError, DeviceInUse, TooFewDevices
+from hpstore.pool import create_pool
 
 
 @pytest.fixture
@@ -68,6 +70,47 @@ def test_a_failed_create_can_be_tried_again(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="twice"):
         hpstore.create([*places, tmp_path / "link"], data=2, parity=1, config=tmp_path / "p.toml")
     hpstore.create(places, data=2, parity=1, config=tmp_path / "p.toml").close()
+
+
+def test_what_a_create_that_was_killed_leaves_can_be_created_again(
+    tmp_path: Path,
+) -> None:
+    """Killed when all devices are claimed and none has a record: errors say what to delete, and
+    with that it works. A device that has objects, or a pool that lacks one, gets no such advice."""
+    places, file = [tmp_path / f"d{i}" for i in range(3)], tmp_path / "p.toml"
+    keep = create_pool._keep
+
+    def killed(made: PoolConfig, undo: ExitStack) -> None:
+        keep(made, undo)
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        create_pool._keep = killed
+        hpstore.create(places, data=2, parity=1, config=file)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    advice = "cut off"
+    with pytest.raises(TooFewDevices, match=advice):
+        hpstore.open(str(file))
+    places[0].rename(tmp_path / "away")
+    with pytest.raises(TooFewDevices) as told:
+        hpstore.open(str(file))
+    assert advice not in str(told.value)
+    (tmp_path / "away").rename(places[0])
+    file.unlink()
+    with pytest.raises(DeviceInUse, match=advice):
+        hpstore.create(places, data=2, parity=1, config=file)
+    (places[0] / "objects" / "k").mkdir()
+    with pytest.raises(DeviceInUse) as refused:
+        hpstore.create(places, data=2, parity=1, config=file)
+    assert advice not in str(refused.value)
+    (places[0] / "objects" / "k").rmdir()
+    for place in places:
+        (place / "hpstore.json").unlink()
+    with hpstore.create(places, data=2, parity=1, config=file) as pool:
+        pool.put("k", b"data")
+        assert pool.get("k") == b"data"
 
 
 def test_a_mistyped_mount_is_not_made(tmp_path: Path) -> None:
