@@ -140,13 +140,14 @@ class DeviceLocks:
     def _gather(
         self, calls: Mapping[str, Callable[[], T]], need: int, limit_seconds: float,
         late: Callable[[str, Future[T]], None], *, brief: str,
+        into: dict[str, Future[T]] | None = None,
     ) -> dict[str, T | Exception]:  # fmt: skip
         """One call on each device; those that `need` others leave behind are not waited for.
 
         Nothing more is asked of them here before they answer; `late` sees to what comes of it.
-        `brief` as Scheduler.gather has it.
+        `brief` and `into` as Scheduler.start has them.
         """
-        futures = self._store.scheduler.start(calls, brief=brief)
+        futures = self._store.scheduler.start(calls, brief=brief, into=into)
         elapsed = wait_awake(futures.values(), min(QUICK_SECONDS, limit_seconds))
         limit, decided = limit_seconds, False
         while (pending := [f for f in futures.values() if not f.done()]) and elapsed < limit:
@@ -216,7 +217,13 @@ class DeviceLocks:
 
         calls = {d: _writing(holds[d], *where) for d, where in data.items()}
         limit = self._store.settings.device_deadline_seconds
-        results = self._gather(calls, need, limit, late, brief="write")
+        begun: dict[str, Future[None]] = {}
+        try:
+            results = self._gather(calls, need, limit, late, brief="write", into=begun)
+        except BaseException:  # Ctrl-C: a lock stays while its write is made
+            for device in _under_way(begun) & holds.keys():
+                late(device, begun[device])
+            raise
         return {d for d, result in results.items() if not isinstance(result, Exception)}
 
     def finish(
@@ -236,13 +243,15 @@ class DeviceLocks:
 
         calls = {d: last(holds[d], *where) for d, where in data.items()}
         limit = self._store.settings.device_deadline_seconds
+        begun: dict[str, Future[None]] = {}
         try:
             results = self._gather(
-                calls, majority(members), limit, lambda *_: None, brief="write and unlock"
-            )
+                calls, majority(members), limit, lambda *_: None, brief="write and unlock",
+                into=begun,
+            )  # fmt: skip
         except BaseException:
-            for hold in holds.values():
-                self._let_go(hold)
+            for device in holds.keys() - _under_way(begun):  # those let go when they have written
+                self._let_go(holds[device])
             raise
         ended = holds.keys() - self.late()
         self.release({d: holds[d] for d in ended if holds[d].taken})  # never came to its lane
@@ -253,6 +262,11 @@ class DeviceLocks:
                 "half are needed to be certain: it may count or not. Objects are untouched; bring "
                 "devices back and try again."
             )
+
+
+def _under_way(calls: Mapping[str, Future[None]]) -> set[str]:
+    """Devices whose calls have not ended."""
+    return {device for device, call in calls.items() if not call.done()}
 
 
 def _writing(hold: Hold, offset: int, data: bytes) -> Callable[[], None]:

@@ -79,8 +79,10 @@ class KeptHold:
             )
             for d, e in entries.items()
         }
-        self._locks.write(holds, data, len(holds))
-        self._holds = {d: kept for d, kept in self._holds.items() if d in holds}
+        try:
+            self._locks.write(holds, data, len(holds))
+        finally:
+            self._holds = {d: kept for d, kept in self._holds.items() if d in holds}
 
     def keep(self) -> None:
         locks = self._locks

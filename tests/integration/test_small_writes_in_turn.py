@@ -9,11 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import hpstore
+from hpstore.agreement.register_slots import range_of
+from hpstore.agreement.registers import key_register
+from hpstore.devices.local import LocalDevice
 from hpstore.errors import ObjectNotFound
 from hpstore.runtime.call_tours import Tour, _Quicker
 from tests.fault.common import Bench, Gates, payload
@@ -52,7 +56,7 @@ def soon(what: Callable[[], bool]) -> bool:
     """Wait until it is so."""
     until = time.monotonic() + LIMIT_SECONDS
     while not what() and time.monotonic() < until:
-        time.sleep(0.005)
+        time.sleep(0.005)  # between two looks at what another thread does
     return what()
 
 
@@ -99,6 +103,51 @@ def test_a_device_that_hangs_in_a_write_costs_its_column(
     assert soon(lambda: not left(bench))
 
 
+def interrupt_at(gates: Gates, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C for whoever waits for a tour that has come to a gate."""
+    plain = Tour.over
+
+    def over(tour: Tour) -> bool:
+        while gates.shut and not gates.waiting and tour._under_way.locked():
+            time.sleep(0.001)  # the worker comes to the gate, or to the end of its tour
+        if gates.shut and gates.waiting:
+            raise KeyboardInterrupt
+        return plain(tour)
+
+    monkeypatch.setattr(Tour, "over", over)
+
+
+@pytest.mark.parametrize("away", [0, 1])
+def test_an_interrupted_write_of_a_register_keeps_its_lock(
+    bench: Bench, gates: Gates, in_turn: None, monkeypatch: pytest.MonkeyPatch, away: int
+) -> None:
+    """Ctrl-C in a conditional put while a worker writes a register: were its lock let go at once,
+    another process could take it, and this write would land in the middle of its own. With a
+    device away there are two writes, the first of which keeps the locks of all."""
+    hung, here = bench.paths[2], bench.paths[: len(bench.paths) - away]
+    for path in bench.paths[len(here) :]:
+        Path(path).rename(f"{path}-away")
+    interrupt_at(gates, monkeypatch)
+    offset, nbytes = range_of(key_register("a"))
+
+    def free(path: str) -> bool:
+        with closing(LocalDevice(path)) as device:
+            hold = device.hold(offset, nbytes)
+            taken = hold.taken
+            hold.release()
+        return taken
+
+    with bench.open(wrap=gates.wrap) as pool:
+        gates.shut = {(hung, "register")}
+        with pytest.raises(KeyboardInterrupt):
+            pool.put("a", payload("a", SIZE), if_absent=True)
+        assert gates.waiting
+        assert not free(hung)
+        assert all(free(path) for path in here if path != hung)
+        gates.let_go()
+        assert soon(lambda: free(hung))
+
+
 @pytest.mark.parametrize("operation", ["create", "write", "sync"])
 def test_an_interrupted_put_leaves_its_memory_to_the_call_under_way(
     bench: Bench, gates: Gates, in_turn: None, monkeypatch: pytest.MonkeyPatch, operation: str
@@ -106,16 +155,7 @@ def test_an_interrupted_put_leaves_its_memory_to_the_call_under_way(
     """PROTOCOL 21: Ctrl-C while a worker writes. The file and the memory stay until the device has
     answered, and are given back then; nothing is stored, and the next put works."""
     hung = bench.paths[2]
-    plain = Tour.over
-
-    def over(tour: Tour) -> bool:
-        while gates.shut and not gates.waiting and tour._under_way.locked():
-            time.sleep(0.001)
-        if gates.shut and gates.waiting:
-            raise KeyboardInterrupt
-        return plain(tour)
-
-    monkeypatch.setattr(Tour, "over", over)
+    interrupt_at(gates, monkeypatch)
     with bench.open(wrap=gates.wrap) as pool:
         pool.put("before", payload("before", SIZE))
         budget = pool._store.buffers.budget
