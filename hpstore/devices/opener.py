@@ -255,7 +255,7 @@ def require_unused(device: Device) -> None:
             f"It has no {POOL_FILE} and no objects, which is what `hpstore create` leaves when it "
             f"is cut off: then delete {IDENTITY_FILE} there"
             if _holds_nothing(device)
-            else "If that pool is of no use any more, delete its files there first"
+            else "If you no longer need that pool, delete its files there first"
         )
         raise DeviceInUse(
             f"device {device.url} already belongs to a pool ({IDENTITY_FILE} is there). {advice}.",

@@ -349,8 +349,8 @@ def test_impossible_shapes_are_refused(shape: dict[str, int]) -> None:
 
 @given(geometries(), st.sampled_from([BLOCK_BYTES, 4 * BLOCK_BYTES, MIB, 4 * MIB]))
 def test_a_shrunk_last_stripe_is_a_batch_of_its_own(geometry: Geometry, column_bytes: int) -> None:
-    """So that whole stripes are written in place: a batch with part of one is copied. What is so
-    small that a column is one call is copied anyway."""
+    """Whole stripes are then written in place, as only a batch with part of one is copied. Objects
+    whose columns are one call each are always copied."""
     if geometry.unit_bytes % BLOCK_BYTES or not geometry.last_unit_bytes:
         return
     if in_one_call(geometry, column_bytes):

@@ -1,4 +1,4 @@
-"""Frames: what was compressed comes back; what lies about its length takes no memory."""
+"""Compressed frames: round trips, and frames whose stated length is wrong."""
 
 from __future__ import annotations
 

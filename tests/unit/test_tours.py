@@ -431,7 +431,7 @@ def test_which_way_is_quicker_is_known_by_kind(
                 assert scheduler.gather(calls, LIMIT_SECONDS, brief=kind) == {"a": 1, "b": 2}
     until = time.monotonic() + LIMIT_SECONDS
     while len(rounds) < 4 * _TRY_EVERY and time.monotonic() < until:
-        time.sleep(0.001)  # the last callback runs after its answer
+        time.sleep(0.001)  # the last callback runs after its answer is there
     often = 2 * _TRY_EVERY - 2 - _FIRST
     assert Counter(rounds) == {
         "look in turn": often, "look side by side": 2 * _TRY_EVERY - often,
@@ -442,7 +442,7 @@ def test_which_way_is_quicker_is_known_by_kind(
 def test_a_round_that_failed_says_nothing_of_its_way(
     measured: tuple[Scheduler, list[str]], released: threading.Event
 ) -> None:
-    """A lane that refuses calls does so at once: that is no speed."""
+    """A refused call returns at once, which does not make its way the quicker one."""
     scheduler, rounds = measured
 
     def fail() -> None:
