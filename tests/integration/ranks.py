@@ -22,7 +22,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import hpstore
+from hpstore.checkpoint.save import rank_plan
 from hpstore.config import Settings
+from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB
 
@@ -86,6 +88,11 @@ def _enter(
         (directory / f"failed-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         code = 1
     os._exit(code)  # a group whose peer was killed does not take its leave
+
+
+def put_segments() -> None:
+    """Saves of this process put their tensors into segments, as large ones do."""
+    rank_plan.WITHIN_BYTES = -1  # type: ignore[attr-defined]
 
 
 def open_pool(directory: Path) -> Pool:
@@ -162,5 +169,33 @@ def assert_same(found: Mapping[str, Any], wanted: Mapping[str, Any], where: str)
         assert torch.equal(found[name], tensor), f"{where}: {name}"
 
 
-__all__ = ["Values", "assert_same", "build", "full", "launch", "make_pool", "open_pool", "train",
-           "values"]  # fmt: skip
+def raised(call: Callable[[], object]) -> str:
+    """The message of the CheckpointError (or its like) that a call must raise."""
+    try:
+        call()
+    except HpstoreError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+def together(condition: bool, what: object) -> None:
+    """An assertion that all ranks make at the same point, so that none is left waiting."""
+    assert condition, what
+    dist.barrier()
+
+
+def breaking_put(pool: Pool, word: str, act: Callable[[], None]) -> Callable[[], None]:
+    """Let the pool's puts of keys with `word` in them `act` first; returns what undoes it."""
+    original = pool.put
+
+    def put(key: str, *args: Any, **options: Any) -> Any:
+        if word in key:
+            act()
+        return original(key, *args, **options)
+
+    pool.put = put  # type: ignore[method-assign]
+    return lambda: setattr(pool, "put", original)
+
+
+__all__ = ["Values", "assert_same", "breaking_put", "build", "full", "launch", "make_pool",
+           "open_pool", "put_segments", "raised", "together", "train", "values"]  # fmt: skip

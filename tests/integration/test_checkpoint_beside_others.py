@@ -29,7 +29,8 @@ from hpstore.checkpoint.format.checkpoint_manifest import (
 )
 from hpstore.checkpoint.restore import collective_restore, fill_state
 from hpstore.checkpoint.save import after_commit
-from hpstore.checkpoint.save.save_job import SaveJob, Written
+from hpstore.checkpoint.save.rank_vote import RankVote
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.devices.memory import MemoryWriter
 from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices, VersionConflict
@@ -134,7 +135,7 @@ def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
         save(ckpt, 1)
         publish = SaveJob._publish
 
-        def then_lose(job: SaveJob, written: Sequence[Written]) -> object:
+        def then_lose(job: SaveJob, written: Sequence[RankVote]) -> object:
             report = publish(job, written)
             key = written[0].segments[0].key
             harness.lose([url for url, _ in harness.columns(key)][:1])
@@ -160,7 +161,7 @@ def test_a_save_that_does_not_fit_frees_what_it_wrote(harness: Harness) -> None:
         save(ckpt, 1)
         publish = SaveJob._publish
 
-        def full(job: SaveJob, written: Sequence[Written]) -> object:
+        def full(job: SaveJob, written: Sequence[RankVote]) -> object:
             for device in harness.devices.values():  # what is kept for deletes is left, no more
                 used = device.usage().total - device.usage().free
                 device.capacity_bytes = used + used // 200
@@ -215,7 +216,7 @@ def test_a_save_under_way_survives_a_collector_with_another_clock(
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
-        def between(job: SaveJob, written: Sequence[Written]) -> tuple[Manifest, bytes]:
+        def between(job: SaveJob, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
             with monkeypatch.context() as patch, harness.open() as other:
                 as_another_host(patch, ahead)
                 Checkpointer(other, "run", rng=False).close()
@@ -239,7 +240,7 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
         save(ckpt, 1)
         manifest = SaveJob._manifest
 
-        def between(job: SaveJob, written: Sequence[Written]) -> tuple[Manifest, bytes]:
+        def between(job: SaveJob, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
             with monkeypatch.context() as patch, harness.open() as other:
                 patch.setattr(
                     "hpstore.checkpoint.catalog.step_catalog.attempt_lives", lambda *_: False
@@ -267,7 +268,7 @@ def collect_between(
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("killed")
 
-    def between(job: SaveJob, written: Sequence[Written]) -> tuple[Manifest, bytes]:
+    def between(job: SaveJob, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
         with monkeypatch.context() as patch, harness.open() as other:
             if broken is not None:
                 patch.setattr(f"hpstore.checkpoint.catalog.{broken}", fail)

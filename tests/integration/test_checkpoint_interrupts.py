@@ -18,8 +18,9 @@ from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.ranks.collectives import Ranks
 from hpstore.checkpoint.save.rank_plan import Planner
+from hpstore.checkpoint.save.rank_vote import RankVote
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
-from hpstore.checkpoint.save.save_job import SaveJob, Written
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.stage import SaveStage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ThreadsExhausted, VersionConflict
@@ -85,7 +86,7 @@ def test_close_ends_after_an_interrupted_wait(
     """r_sigint_wait: it waited for what comes after a commit of a save that no thread makes."""
     hold, publish = threading.Event(), SaveJob._publish
 
-    def held(job: SaveJob, written: Sequence[Written]) -> SaveReport:
+    def held(job: SaveJob, written: Sequence[RankVote]) -> SaveReport:
         assert hold.wait(20)
         return publish(job, written)
 

@@ -13,7 +13,8 @@ from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.format.items import Item, ItemColumns, whole
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob, Written
+from hpstore.checkpoint.save.rank_vote import RankVote
+from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
 from hpstore.checkpoint.state.state_tree import tensor_names
 from hpstore.errors import CheckpointError
 
@@ -23,7 +24,7 @@ TENSOR = {"$": "tensor", "item": "x"}
 class Two(Ranks):
     """Rank 0 of two; the other one says what `other` gives."""
 
-    def __init__(self, other: Callable[[], Written]) -> None:
+    def __init__(self, other: Callable[[], RankVote]) -> None:
         super().__init__(1.0, alone=True)
         self.world, self._other = 2, other
 
@@ -34,7 +35,7 @@ class Two(Ranks):
         return message
 
 
-def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:
+def job(pool: hpstore.Pool, tree: Any, other: RankVote) -> SaveJob:
     """A save of rank 0, which holds no tensors."""
     options = JobOptions(step=1, tree=tree,
         names=tuple(tensor_names(tree)), session="s", overwrite=False, extra={}, codec="",
@@ -44,12 +45,12 @@ def job(pool: hpstore.Pool, tree: Any, other: Written) -> SaveJob:
     return made
 
 
-def written(pool: hpstore.Pool, tree: Any, tolerated: int) -> Written:
+def written(pool: hpstore.Pool, tree: Any, tolerated: int) -> RankVote:
     """A vote of a rank that has put one tensor."""
     info = pool.put("run/step-000000000001/segment-ab-r00001", bytes(8))
     columns = ItemColumns()
     columns.add([Item(name="x", dtype="float32", shape=(2,), box=whole((2,)), offset=0, length=8)])
-    return Written(
+    return RankVote(
         segments=[Segment(key=info.key, size=8, version=info.version)], columns=columns, tree=tree,
         tolerated=tolerated,
     )  # fmt: skip

@@ -1,12 +1,10 @@
-"""Checkpoints of many ranks, by real processes: resharding, votes, ranks that are killed."""
+"""Checkpoints of many ranks, by real processes: resharding, votes, references."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,17 @@ import torch.distributed as dist
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.errors import HpstoreError, TooFewDevices
-from hpstore.pool.pool import Pool
 from tests.integration.ranks import (
     Values,
     assert_same,
+    breaking_put,
     build,
     launch,
     make_pool,
     open_pool,
+    put_segments,
+    raised,
+    together,
     train,
     values,
 )
@@ -46,6 +47,12 @@ def state_of(kind: str, seed: int, ckpt: Checkpointer) -> dict[str, Any]:
 def dist_rank() -> int:
     """This process' rank, 0 when it is alone."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def save_large_kinds(rank: int, world: int, directory: Path, *kinds: str) -> None:
+    """As save_kinds, each rank putting a segment."""
+    put_segments()
+    save_kinds(rank, world, directory, *kinds)
 
 
 def save_kinds(rank: int, world: int, directory: Path, *kinds: str) -> None:
@@ -89,17 +96,21 @@ def check_own(state: dict[str, Any], rank: int, *, newcomer: bool) -> None:
     assert torch.equal(mine["seen"], torch.full((3,), 0.0 if newcomer else float(rank)))
 
 
+@pytest.mark.parametrize("save", [save_kinds, save_large_kinds], ids=["within", "segments"])
 def test_a_checkpoint_of_any_sharding_loads_on_any_other_with_m_devices_lost(
-    tmp_path: Path,
+    tmp_path: Path, save: Callable[..., None]
 ) -> None:
     """FSDP2, TP, 2-D, DDP and plain, saved by 4, 2 and 1 processes, loaded by 4, 2 and 1.
 
-    Parameters, moments and step counters are the same bit by bit, and so are the next losses.
+    The bytes are in the manifest, put by rank 0, or in a segment of each rank. Parameters, moments
+    and step counters are the same bit by bit, and so are the next losses.
     """
     make_pool(tmp_path)
     save_kinds(0, 1, tmp_path, "plain")
-    launch(tmp_path, 2, save_kinds, "fsdp")
-    launch(tmp_path, 4, save_kinds, *KINDS)
+    launch(tmp_path, 2, save, "fsdp")
+    launch(tmp_path, 4, save, *KINDS)
+    with open_pool(tmp_path) as pool:
+        assert any("segment" in key for key in pool.list("run")) == (save is save_large_kinds)
     everything = [f"{kind}4" for kind in KINDS] + ["plain1", "fsdp2"]
     for lost in ("d1", "d4"):
         shutil.rmtree(tmp_path / lost)
@@ -132,11 +143,12 @@ def load_alone(directory: Path, source: str, kind: str) -> None:
     assert train(state["model"], state["optimizer"]) == train(net, optimizer)
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_replicas_are_written_once_and_by_all(tmp_path: Path) -> None:
     """DDP on four ranks stores about what one process stores, and no rank writes all of it."""
     make_pool(tmp_path)
     save_kinds(0, 1, tmp_path, "plain")
-    launch(tmp_path, 4, save_kinds, "ddp")
+    launch(tmp_path, 4, save_large_kinds, "ddp")
     alone, many = (
         json.loads((tmp_path / f"{name}.json").read_text())["bytes"] for name in ("plain1", "ddp4")
     )
@@ -152,36 +164,9 @@ def test_replicas_are_written_once_and_by_all(tmp_path: Path) -> None:
 # --- votes ----------------------------------------------------------------------------------
 
 
-def raised(call: Callable[[], object]) -> str:
-    """The message of the CheckpointError (or its like) that a call must raise."""
-    try:
-        call()
-    except HpstoreError as error:
-        return f"{type(error).__name__}: {error}"
-    raise AssertionError("nothing was raised")
-
-
-def together(condition: bool, what: object) -> None:
-    """An assertion that all ranks make at the same point, so that none is left waiting."""
-    assert condition, what
-    dist.barrier()
-
-
-def breaking_put(pool: Pool, word: str, act: Callable[[], None]) -> Callable[[], None]:
-    """Let the pool's puts of keys with `word` in them `act` first; returns what undoes it."""
-    original = pool.put
-
-    def put(key: str, *args: Any, **options: Any) -> Any:
-        if word in key:
-            act()
-        return original(key, *args, **options)
-
-    pool.put = put  # type: ignore[method-assign]
-    return lambda: setattr(pool, "put", original)
-
-
 def disagree(rank: int, world: int, directory: Path) -> None:
     """Saves that must fail on all ranks, each followed by one that works."""
+    put_segments()
     x = torch.full((30_000,), float(rank))
     with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         own = {"mine": ckpt.per_rank(x)}
@@ -230,6 +215,7 @@ def test_ranks_that_disagree_or_fail_all_raise_and_leave_nothing(tmp_path: Path)
 
 def no_memory(rank: int, world: int, directory: Path, staging_bytes: int | None) -> None:
     """Staging fails on rank 1; the others, which have staged, must not wait for it."""
+    put_segments()
     with open_pool(directory) as pool:
         ckpt = Checkpointer(
             pool, "run", rng=False, save=SaveOptions(memory=staging_bytes, reuse=False)
@@ -369,6 +355,7 @@ def test_keys_that_one_rank_has_alone_are_saved_and_come_back_there(tmp_path: Pa
 
 def delete_under_a_save(rank: int, world: int, directory: Path) -> None:
     """Somebody deletes the step whose segments a save under way refers to."""
+    put_segments()
     frozen = torch.full((50_000,), float(rank))
     with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         state = {"frozen": ckpt.per_rank(frozen), "free": ckpt.per_rank(torch.zeros(30_000))}
@@ -393,79 +380,3 @@ def test_segments_that_any_rank_of_a_living_save_refers_to_stay(tmp_path: Path) 
     """PROTOCOL 18: delete the step before while a save refers to it; the new step is whole."""
     make_pool(tmp_path)
     launch(tmp_path, 2, delete_under_a_save)
-
-
-# --- ranks that are killed ------------------------------------------------------------------
-
-
-def die(rank: int, world: int, directory: Path, victim: int, when: str) -> None:
-    """Save 1; then `victim` is killed in the middle of save 2: the others must raise in time."""
-
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    pool = open_pool(directory)
-    ckpt = Checkpointer(pool, "run", rng=False, save=SaveOptions(commit_seconds=20.0))
-    state: dict[str, Any] = {"x": ckpt.per_rank(torch.full((300_000,), float(rank))), "step": 1}
-    ckpt.save(1, state).result()
-    dist.barrier()
-    state["x"].value += 10
-    state["step"] = 2
-    if rank == victim:
-        if when == "after the manifest":
-            after_put(pool, "manifest", kill)
-        else:
-            breaking_put(pool, "segment" if when == "segment" else "manifest", kill)
-    said = raised(lambda: ckpt.save(2, state).result())
-    (directory / f"said-{rank}").write_text(said)
-
-
-def after_put(pool: Pool, word: str, act: Callable[[], None]) -> None:
-    """Let the pool `act` when a put of such a key is done, before anybody hears of it."""
-    original = pool.put
-
-    def put(key: str, *args: Any, **options: Any) -> Any:
-        info = original(key, *args, **options)
-        if word in key:
-            act()
-        return info
-
-    pool.put = put  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("victim", "when", "newest"),
-    [
-        (2, "segment", 1),
-        (0, "segment", 1),
-        (0, "before the manifest", 1),
-        (0, "after the manifest", 2),
-    ],
-)
-def test_a_killed_rank_leaves_the_old_step_or_the_new_one(
-    tmp_path: Path, victim: int, when: str, newest: int
-) -> None:
-    """PROTOCOL 20: SIGKILL one of four ranks; the others raise and say what is still good.
-
-    The old step, or the new one when its manifest was put, restores; the next job collects what
-    was left and saves on.
-    """
-    make_pool(tmp_path)
-    launch(tmp_path, 4, die, victim, when, killed=(victim,))
-    for rank in {0, 1, 2, 3} - {victim}:
-        said = (tmp_path / f"said-{rank}").read_text()
-        assert f"rank {rank} of 4: rank {victim} died or did not answer" in said
-        fate = "is not committed" if (victim, rank) == (2, 0) else "may be committed or not"
-        assert f"step 2 {fate}, step {newest} is still current" in said
-    with open_pool(tmp_path) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
-        assert ckpt.steps() == list(range(1, newest + 1))
-        state: dict[str, Any] = {"x": ckpt.per_rank(torch.zeros(300_000)), "step": 0}
-        assert ckpt.restore(state) == newest
-        assert state["step"] == newest
-        assert bool((state["x"].value == (0 if newest == 1 else 10)).all())
-        assert ckpt.verify(newest).ok
-        named = {s.key for step in ckpt.steps() for s in ckpt.steps.manifest(step).segments}
-        manifests = {f"run/step-{step:012d}/manifest" for step in ckpt.steps()}
-        assert set(pool.list("run")) == named | manifests | {"run/writer"}
-        ckpt.save(3, state).result()
-        assert ckpt.latest_valid() == 3

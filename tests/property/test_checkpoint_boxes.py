@@ -26,9 +26,11 @@ from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.checkpoint.format.segment_plan import (
     SMALL_ALIGNMENT,
     SMALL_ITEM_BYTES,
+    VOTES_BYTES,
     Chunk,
     Held,
     assign,
+    assign_within,
     chunks_of,
     compacted,
     place,
@@ -210,6 +212,32 @@ def test_each_box_is_written_by_one_of_its_holders(held: list[list[Held]]) -> No
     assert all(some == sorted(some) for some in mine)
 
 
+@given(holdings(), st.sampled_from([0, 10**6, 10**7]), st.sampled_from([10**5, 10**8]))
+def test_boxes_for_one_manifest_are_sent_by_those_who_must(
+    held: list[list[Held]], within_bytes: int, slice_bytes: int
+) -> None:
+    """Each box once, by its first holder, in one slice of a rank; or it says that they are too
+    many."""
+    mine = assign_within(held, within_bytes, slice_bytes)
+    boxes = {box for some in held for box in some}
+    if mine is None:
+        padded = sum(box[2] + SMALL_ALIGNMENT + ALIGNMENT_BYTES for box in boxes)
+        assert padded > min(within_bytes, slice_bytes / 2, VOTES_BYTES / len(held))
+        return
+    for box in boxes:
+        first = next(rank for rank, some in enumerate(held) if box in some)
+        writers = [rank for rank, some in enumerate(mine) for n in some if held[rank][n] == box]
+        assert writers == [first]
+    chunks = [
+        [chunks_of(f"{held[rank][n]}", torch.zeros(held[rank][n][2], dtype=torch.uint8))[0]
+         for n in some]
+        for rank, some in enumerate(mine)
+    ]  # fmt: skip
+    slices = [place(some, slice_bytes) for some in chunks if some]
+    assert all(len(some) == 1 for some in slices)
+    assert sum(some[0].size for some in slices) <= within_bytes
+
+
 @given(st.integers(1, 6), st.lists(st.integers(0, 10**6), max_size=20))
 def test_replicas_are_spread_evenly(world: int, sizes: list[int]) -> None:
     """What all ranks hold is shared out: no two loads differ by more than the largest box."""
@@ -343,10 +371,10 @@ def test_only_what_is_unchanged_is_referenced(
     known = known_from(memory, items, probes=probes)
     large = [item for item in items if item.length >= SMALL_ITEM_BYTES]
     changed = set()
-    for item in large:
+    for place_of in sorted({(item.offset, item.length) for item in large}):  # views share one
         if data.draw(st.booleans()):
-            memory[item.offset + data.draw(st.integers(0, item.length - 1))] ^= 1
-            changed.add((item.offset, item.length))
+            memory[place_of[0] + data.draw(st.integers(0, place_of[1] - 1))] ^= 1
+            changed.add(place_of)
     raw = {i.name: memory[i.offset : i.offset + i.length].tobytes() for i in items}
     packed = pack(memory, items, known, codec)
     kept = {i.name for i in large if (i.offset, i.length) not in changed}

@@ -124,14 +124,19 @@ class ItemColumns:
             if item.codec:
                 self.frames[str(n)] = (item.codec, item.frames)
 
-    def extend(self, other: ItemColumns, segments: Sequence[int]) -> None:
-        """Append another's items; `segments`: what its segments are called here."""
+    def extend(
+        self, other: ItemColumns, segments: Sequence[int], shifts: Sequence[int]
+    ) -> None:  # fmt: skip
+        """Append another's items; `segments`: what its segments are called here, `shifts`: how
+        much later their bytes begin."""
         first = len(self.names)
         self.names += other.names
         self.dtypes += other.dtypes
         self.shapes += other.shapes
         self.segments += [segments[n] for n in other.segments]
-        self.offsets += other.offsets
+        self.offsets += [
+            at + shifts[n] for at, n in zip(other.offsets, other.segments, strict=True)
+        ]
         self.lengths += other.lengths
         self.digests += other.digests
         self.boxes.update({str(first + int(n)): box for n, box in other.boxes.items()})

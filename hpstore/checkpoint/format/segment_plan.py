@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from hpstore.checkpoint.format.items import Box, Item, whole
 from hpstore.errors import CheckpointError
 from hpstore.format.geometry import ALIGNMENT_BYTES
-from hpstore.units import KIB, round_up
+from hpstore.units import KIB, MIB, round_up
 
 SMALL_ITEM_BYTES = 64 * KIB  # smaller ones are packed at 64 B, so a scalar does not cost 4 KiB
 SMALL_ALIGNMENT = 64
 WITHIN_BYTES = 1792 * KIB  # of tensors in a manifest, which has room for names in 2 MiB: one call
+VOTES_BYTES = 16 * MIB  # of memory that messages with tensors may take on each rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,30 @@ def assign(held: Sequence[Sequence[Held]]) -> list[list[int]]:
         loads[rank] += sizes[box] + SMALL_ALIGNMENT
         mine[rank].append(index)
     return [sorted(indices) for indices in mine]
+
+
+def assign_within(
+    held: Sequence[Sequence[Held]], within_bytes: int, slice_bytes: int
+) -> list[list[int]] | None:  # fmt: skip
+    """As assign(), where the manifest is to hold the bytes of all; None when they are too many.
+
+    Each box is written by its first holder: what rank 0 holds, who puts the manifest, need not be
+    sent. `slice_bytes`: what any rank can stage at once.
+    """
+    mine: list[list[int]] = [[] for _ in held]
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    sizes = [0] * len(held)
+    for rank, chunks in enumerate(held):
+        for index, (name, offsets, nbytes) in enumerate(chunks):
+            if (name, offsets) not in seen:
+                seen.add((name, offsets))
+                mine[rank].append(index)
+                sizes[rank] += round_up(nbytes, SMALL_ALIGNMENT)
+                sizes[rank] += ALIGNMENT_BYTES if nbytes >= SMALL_ITEM_BYTES else 0
+    staged = max(size + ALIGNMENT_BYTES * len(some) for size, some in zip(sizes, mine, strict=True))
+    sent = max(sizes[1:], default=0) * len(held)  # messages are as long as the longest
+    fits = sum(sizes) <= within_bytes and staged <= slice_bytes and sent <= VOTES_BYTES
+    return mine if fits else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,5 +205,5 @@ def compacted(items: Iterable[Item]) -> tuple[list[tuple[Item, Item]], int]:
     return pairs, at
 
 
-__all__ = ["SMALL_ITEM_BYTES", "Chunk", "Held", "Slice", "assign", "chunks_of", "compacted",
-           "fits_within", "place"]  # fmt: skip
+__all__ = ["SMALL_ITEM_BYTES", "Chunk", "Held", "Slice", "assign", "assign_within",
+           "chunks_of", "compacted", "fits_within", "place"]  # fmt: skip

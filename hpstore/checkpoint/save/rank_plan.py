@@ -17,6 +17,7 @@ from hpstore.checkpoint.format.segment_plan import (
     Held,
     Slice,
     assign,
+    assign_within,
     chunks_of,
     fits_within,
     place,
@@ -79,6 +80,7 @@ class Planner:
         self.within_bytes = WITHIN_BYTES
         self._agreed: list[bytes] = []  # the fingerprints that _mine was planned from
         self._mine: list[int] = []
+        self._together = False  # the manifest has room for what all ranks write
         self._layout: SliceLayout | None = None  # of the save before, when one rank saves
 
     def prepare(
@@ -115,7 +117,8 @@ class Planner:
         if self._ranks.world == 1:
             plain = SliceLayout.fits(found.tensors)
             self._layout = SliceLayout(found.tensors, slices) if plain else None
-        within = self._ranks.world == 1 and fits_within(slices, self.within_bytes)
+        alone = self._ranks.world == 1
+        within = fits_within(slices, self.within_bytes) if alone else self._together
         return Prepared(
             tree=tree, slices=slices, names=tuple(found.tensors), within=within,
             differing=differing,
@@ -132,12 +135,13 @@ class Planner:
         held: list[Held] = [(c.name, c.box.offsets, c.nbytes) for c in chunks]
         shapes = [(c.dtype, c.shape, c.box.sizes) for c in chunks]
         fingerprint = digest128(json.dumps([held, shapes]).encode()).hex()
-        said = json.dumps([step, fingerprint, "" if error is None else str(error), values])
+        text = "" if error is None else str(error)
+        said = json.dumps([step, fingerprint, text, values, self.limit_bytes])
         votes = self._ranks.all_gather(said.encode(), RankChannel.TRAINER)
         if error is not None:
             raise error
         heard = [json.loads(vote) for vote in votes]
-        failed = [f"rank {n}: {text}" for n, (_, _, text, _) in enumerate(heard) if text]
+        failed = [f"rank {n}: {text}" for n, (_, _, text, *_) in enumerate(heard) if text]
         if failed:
             raise CheckpointError(f"step {step} is not saved: {'; '.join(failed)}")
         if len({number for number, *_ in heard}) > 1:
@@ -155,7 +159,11 @@ class Planner:
         everybody = [
             [(str(name), tuple(offsets), int(n)) for name, offsets, n, *_ in rows] for rows in lists
         ]
-        self._mine, self._agreed = assign(everybody)[self._ranks.rank], prints
+        room = min(row[4] for row in heard)
+        within = assign_within(everybody, self.within_bytes, room)
+        self._together = within is not None
+        self._mine = (within or assign(everybody))[self._ranks.rank]
+        self._agreed = prints
         return differing
 
 

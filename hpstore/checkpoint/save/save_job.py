@@ -23,10 +23,11 @@ from hpstore.checkpoint.format.checkpoint_manifest import (
     manifest_key,
     segment_key,
 )
-from hpstore.checkpoint.format.items import Item, ItemColumns
+from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.format.pack import Key, Known, Segment, digests_of, pack
 from hpstore.checkpoint.format.segment_plan import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.save.rank_vote import RankVote, merged
 from hpstore.checkpoint.save.save_handle import SaveReport
 from hpstore.checkpoint.state.merge_trees import Merge
 from hpstore.checkpoint.state.state_tree import tensor_names
@@ -54,7 +55,7 @@ class JobOptions:
     rate_bytes_per_second: float | None
     began: float
     progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
-    within: bool = False  # the manifest holds the bytes of the tensors: one put is the save
+    within: bool = False  # the manifest holds the bytes of all ranks' tensors: one put is the save
     min_losses_tolerated: int | None = None  # of all that is put; the pool's settings unless given
 
 
@@ -64,48 +65,6 @@ class Earlier:
 
     step: int = 0
     known: Mapping[Key, Known] = field(default_factory=dict)
-
-
-@dataclass(slots=True, kw_only=True)
-class Written:
-    """What one rank has written and refers to; columns' segments count into `segments`."""
-
-    segments: list[Segment] = field(default_factory=list)
-    columns: ItemColumns = field(default_factory=ItemColumns)
-    tree: Any = None
-    referenced_bytes: int = 0
-    tolerated: int = 0  # columns that any of `segments` may lose
-    error: str = ""
-
-    def encode(self) -> bytes:
-        """For another rank."""
-        body = {
-            "segments": [[s.key, s.size, s.version] for s in self.segments],
-            "items": self.columns.json(),
-            "tree": self.tree,
-            "referenced_bytes": self.referenced_bytes,
-            "tolerated": self.tolerated,
-            "error": self.error,
-        }
-        return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> Written:
-        body = json.loads(data)
-        return cls(
-            segments=[Segment(key=k, size=s, version=v) for k, s, v in body["segments"]],
-            columns=ItemColumns.of_json(body["items"]),
-            tree=body["tree"],
-            referenced_bytes=body["referenced_bytes"],
-            tolerated=body["tolerated"],
-            error=body["error"],
-        )
-
-    def index_of(self, segment: Segment) -> int:
-        """Where a segment stands in the list, put there when it is not."""
-        if segment not in self.segments:
-            self.segments.append(segment)
-        return self.segments.index(segment)
 
 
 class SaveJob:
@@ -124,7 +83,7 @@ class SaveJob:
         self._earlier, self._known = earlier.step, {} if options.within else earlier.known
         self._nonce = ""
         self._heartbeat: Heartbeat | None = None
-        self._written = Written(tree=options.tree, tolerated=self._pool.parity)
+        self._written = RankVote(tree=options.tree, tolerated=self._pool.parity)
         self._own: list[str] = []  # keys of segments that this rank has put
         self._put: tuple[Segment, ObjectInfo] | None = None  # the last one, and what its put said
         self._error: BaseException | None = None
@@ -143,6 +102,9 @@ class SaveJob:
         rank may refer to; what is gone already is not referred to.
         """
         self.begun = True
+        if self._options.within and not fence:  # nothing is put before the vote
+            self._nonce = secrets.token_hex(8)
+            return
         mine = sorted({k.segment.key for k in self._known.values()})
         heard = self._ranks.all_gather(json.dumps(mine).encode(), RankChannel.SAVER)
         message = b""
@@ -307,7 +269,8 @@ class SaveJob:
         if self._error is not None:
             self._written.error = f"{type(self._error).__name__}: {self._error}"
         try:
-            votes = self._ranks.all_gather(self._written.encode(), RankChannel.SAVER)
+            mine = self._written.encode(with_bytes=not self._ranks.leads)
+            votes = self._ranks.all_gather(mine, RankChannel.SAVER)
         except CheckpointError:
             if self._ranks.leads:
                 self.abandon()
@@ -329,7 +292,10 @@ class SaveJob:
     def _decide(self, votes: Sequence[bytes]) -> dict[str, Any]:
         """Rank 0: publish, or say why not."""
         try:
-            written = [Written.decode(vote) for vote in votes]
+            written = [
+                RankVote.decode(vote, within=self._written.within if rank == 0 else None)
+                for rank, vote in enumerate(votes)
+            ]
             failed = [f"rank {n}: {w.error}" for n, w in enumerate(written) if w.error]
             if failed:
                 raise CheckpointError("; ".join(failed))
@@ -351,7 +317,7 @@ class SaveJob:
             )  # fmt: skip
             self._written.tolerated = min(self._written.tolerated, tolerated)
 
-    def _publish(self, written: Sequence[Written]) -> SaveReport:
+    def _publish(self, written: Sequence[RankVote]) -> SaveReport:
         """Publish the manifest: that put is the commit."""
         key = manifest_key(self._prefix, self._options.step)
         with ExitStack() as undo:  # nothing names yet what was put
@@ -425,21 +391,18 @@ class SaveJob:
         except (HpstoreError, OSError):
             return before, set()  # garbage collection finds them
 
-    def _manifest(self, written: Sequence[Written]) -> tuple[Manifest, bytes]:
+    def _manifest(self, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
         """The manifest of what all ranks wrote, and its bytes. Raises CheckpointError unless that
         is all."""
-        merged, merge = Written(), Merge()
+        together, merge = merged(written), Merge()
         tree = written[0].tree
-        for rank, part in enumerate(written):
-            places = [merged.index_of(segment) for segment in part.segments]
-            merged.columns.extend(part.columns, places)
-            if rank:
-                tree = merge.trees(tree, part.tree)
+        for part in written[1:]:
+            tree = merge.trees(tree, part.tree)
         self.differing = merge.differing
         alone = len(written) == 1  # then it is known what was planned, without a walk
         named = set(self._options.names if alone else tensor_names(tree))
-        merged.columns.require_cover(named)
-        lost = sorted(set(merged.columns.names) - named)
+        together.columns.require_cover(named)
+        lost = sorted(set(together.columns.names) - named)
         if lost:
             raise CheckpointError(
                 f"the states of the ranks do not fit together: {lost[0]!r} is a tensor on one rank "
@@ -449,7 +412,7 @@ class SaveJob:
         manifest = Manifest(
             step=self._options.step,
             created_ms=max(0, time.time_ns() // 1_000_000),
-            segments=tuple(merged.segments),
+            segments=tuple(together.segments),
             items=(),
             tree=tree,
             world=self._ranks.world,
@@ -457,7 +420,7 @@ class SaveJob:
             extra=self._options.extra,
         )
         text = self._tree_text.result() if self._tree_text is not None else None
-        return manifest, manifest.encode(merged.columns, text)
+        return manifest, manifest.encode(together.columns, text)
 
     def close(self) -> None:
         """After commit(), whatever became of it: the attempt is over."""
@@ -494,4 +457,4 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         return
 
 
-__all__ = ["JobOptions", "SaveJob", "Written"]
+__all__ = ["Earlier", "JobOptions", "SaveJob"]
