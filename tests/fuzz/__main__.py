@@ -28,7 +28,9 @@ from tests.fuzz.mutation import MOST_BYTES
 from tests.fuzz.targets import TARGETS
 
 FOUND = Path("build/fuzz")
-SILENT_SECONDS = 120.0  # without a new input: it hangs where no signal reaches Python
+POLL_SECONDS = 0.05
+SILENT_POLLS = 2_400  # without a new input: it hangs where no signal reaches Python. Not by the
+# clock: a run that was stopped, or a machine that slept, is no finding
 _HEAD = struct.Struct("<QQ")  # number of the input, its bytes
 _MOST_FINDINGS = 10
 
@@ -103,17 +105,17 @@ def watched(target: Target, inputs: int, seed: int) -> tuple[int, int]:
 
 
 def _wait(pid: int, progress: Progress) -> int:
-    last, since = -1, time.monotonic()
+    last, polls = -1, 0
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return status
         number, _ = progress.seen()
         if number != last:
-            last, since = number, time.monotonic()
-        elif time.monotonic() - since > SILENT_SECONDS:
+            last, polls = number, 0
+        elif (polls := polls + 1) > SILENT_POLLS:
             os.kill(pid, signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(POLL_SECONDS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
