@@ -96,7 +96,7 @@ def assign(held: Sequence[Sequence[Held]]) -> list[list[int]]:
 def assign_within(
     held: Sequence[Sequence[Held]], within_bytes: int, slice_bytes: int
 ) -> list[list[int]] | None:  # fmt: skip
-    """As assign(), where the manifest is to hold the bytes of all; None when they are too many.
+    """As assign(), where the manifest holds the bytes of all; None when they are too many.
 
     Each box is written by its first holder: what rank 0 holds, who puts the manifest, need not be
     sent. `slice_bytes`: what any rank can stage at once.

@@ -1,4 +1,4 @@
-"""What a rank tells rank 0 of what it has written, and what all of that is together."""
+"""The vote of a rank: what it has written. All votes together are one manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpstore.units import round_up
 class RankVote:
     """What one rank has written and refers to; columns' segments count into `segments`.
 
-    A segment without a key has its bytes with it: they are to be in the manifest.
+    A segment without a key has its bytes with it: they go into the manifest.
     """
 
     segments: list[Segment] = field(default_factory=list)
@@ -33,7 +33,7 @@ class RankVote:
 
     @property
     def within(self) -> Bytes | None:
-        """The bytes that are to be in the manifest."""
+        """The bytes that go into the manifest."""
         return next((s.data for s in self.segments if s.data is not None), None)
 
     def encode(self, *, with_bytes: bool = True) -> bytes:
@@ -88,7 +88,7 @@ class RankVote:
 
 
 def merged(votes: Sequence[RankVote]) -> RankVote:
-    """Segments and items of all ranks; what is to be in the manifest is one segment."""
+    """Segments and items of all ranks; what goes into the manifest is one segment."""
     found, at = RankVote(), 0
     begins: list[int] = []  # by rank: where its bytes begin in that segment
     for vote in votes:
