@@ -53,7 +53,13 @@ class Best:
         )
 
     def chosen(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """The best steps among those that have the metric; the newer of equals."""
+        """The best steps among those that have the metric; the newer of equals.
+
+        Parameters
+        ----------
+        metrics
+            By step, its numbers by name.
+        """
         sign = 1 if self.mode == "min" else -1
         rated = [
             (sign * values[self.metric], -step)

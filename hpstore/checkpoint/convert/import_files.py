@@ -56,49 +56,77 @@ def import_checkpoint(
     take_over: bool = False,
     progress: ByteProgress | None = None,
 ) -> ImportReport:
-    """Commit what `source` holds as `step`: a safetensors file or folder, torch.save, DCP.
+    """Commit a checkpoint of another format as a step. Durable on return.
 
-    `under` ("model") puts it into a subtree, which a model is restored from. safetensors and
-    torch.save files are mapped; a DCP directory is read into memory whole. `allow_pickle`: for
-    torch.save files with objects and for DCP, whose .metadata is a pickle; it runs code that the
-    writer of the source chose, and objects in it are saved as pickles.
-
-    Durable on return. A training that saves under the same prefix would lose its right to do so:
-    refused while its process runs on this host, unless `take_over`. Raises CheckpointError for a
-    source that cannot be read, VersionConflict for a step that exists unless `overwrite`. After an
+    safetensors and torch.save files are mapped; a DCP directory is read into memory whole. After an
     error nothing is visible.
+
+    Parameters
+    ----------
+    pool, prefix, step
+        Where to, as for a Checkpointer and its save().
+    source
+        A safetensors file or folder, a torch.save file, or a DCP directory.
+    format
+        "safetensors", "torch" or "dcp". Default: what the source looks like.
+    under
+        Subtree to put it into, such as "model", which a model is restored from.
+    allow_pickle
+        Accept torch.save files with objects, and DCP, whose .metadata is a pickle. It runs code
+        that the writer of the source chose, and objects in it are saved as pickles.
+    overwrite
+        Replace the step if it is committed already.
+    take_over
+        Import although a training on this host saves under the prefix. Its next save then fails.
+    progress
+        Called with bytes written and in all.
+
+    Raises
+    ------
+    CheckpointError
+        The source cannot be read, or a training saves under the prefix.
+    VersionConflict
+        The step exists.
     """
-    began = time.perf_counter()
-    path = Path(source)
+    began, path = time.perf_counter(), Path(source)
     kind = _format(path, format)
-    steps = StepCatalog(pool, prefix)
-    if checked_step(step) in steps.all() and not overwrite:
-        raise VersionConflict(f"step {step} under {prefix!r} exists; --overwrite replaces it")
-    if not take_over:
-        _refuse_living_writer(pool, prefix)
+    _require_free(pool, prefix, step, overwrite=overwrite, take_over=take_over)
     state = _nested(_read(path, kind, allow_pickle), under, path)
+    options = SaveOptions(warm=False, lineage={"imported_from": path.name, "format": kind})
+    with Checkpointer(pool, prefix, rng=False, allow_pickle=allow_pickle, save=options) as ckpt:
+        tensors, nbytes = _saved(ckpt, step, state, overwrite, progress)
+    seconds = time.perf_counter() - began
+    return ImportReport(
+        step=step, format=kind, path=str(path), tensors=tensors, bytes=nbytes, seconds=seconds
+    )
+
+
+def _saved(
+    ckpt: Checkpointer, step: int, state: dict[str, Any], overwrite: bool,
+    progress: ByteProgress | None,
+) -> tuple[int, int]:  # fmt: skip
+    """Save what was read; how many tensors it has, and their bytes."""
     tensors = list(tensors_in(state))
     if RNG_KEY in state:
         state[RNG_KEY] = PerRank(state[RNG_KEY])
     total = sum(t.numel() * t.element_size() for t in tensors)
     if progress is not None:
         progress(0, total)
-    lineage = {"imported_from": path.name, "format": kind}
-    with Checkpointer(
-        pool,
-        prefix,
-        rng=False,
-        allow_pickle=allow_pickle,
-        save=SaveOptions(warm=False, lineage=lineage),
-    ) as checkpointer:
-        told = _of_tensors(progress, total)
-        checkpointer.save(step, state, overwrite=overwrite, progress=told).result()
+    written = _of_tensors(progress, total)
+    ckpt.save(step, state, overwrite=overwrite, progress=written).result()
     if progress is not None:
         progress(total, total)
-    return ImportReport(
-        step=step, format=kind, path=str(path), tensors=len(tensors), bytes=total,
-        seconds=time.perf_counter() - began,
-    )  # fmt: skip
+    return len(tensors), total
+
+
+def _require_free(
+    pool: Pool, prefix: str, step: int, *, overwrite: bool, take_over: bool
+) -> None:  # fmt: skip
+    """Raise VersionConflict when the step exists, CheckpointError when a training saves there."""
+    if checked_step(step) in StepCatalog(pool, prefix).all() and not overwrite:
+        raise VersionConflict(f"step {step} under {prefix!r} exists; --overwrite replaces it")
+    if not take_over:
+        _refuse_living_writer(pool, prefix)
 
 
 def _of_tensors(progress: ByteProgress | None, total: int) -> ByteProgress | None:

@@ -114,11 +114,15 @@ class _Sharded:
 class Stager(AsyncStager):
     """Copies a state dict into one buffer that is kept and reused. Close it when it is done with.
 
-    `shared`: the buffer is shared memory, for AsyncCheckpointerType.PROCESS. stage() returns when
-    the copy is made. A state that is still being written is never overwritten: while the dict of
-    an earlier stage() is alive, a second buffer is made (logged, `buffers_total`).
+    A state that is still being written is never overwritten: while the dict of an earlier stage()
+    is alive, a second buffer is made (logged, counted in `buffers_total`).
 
     Not thread-safe; one training thread uses it.
+
+    Parameters
+    ----------
+    shared
+        The buffer is shared memory, for AsyncCheckpointerType.PROCESS.
     """
 
     _synchronize_after_execute = False
@@ -130,7 +134,23 @@ class Stager(AsyncStager):
         self._lent: list[tuple[weakref.ref[StagedState], torch.Tensor]] = []
 
     def stage(self, state_dict: Mapping[str, Any], **_: Any) -> StagedState:
-        """A copy of `state_dict` on the host; the original may change after the return."""
+        """Copy a state to the host.
+
+        Parameters
+        ----------
+        state_dict
+            Tensors of any device, and plain values. It may change after the return.
+
+        Returns
+        -------
+        StagedState
+            The copy, in one of this stager's buffers, which is used again when it is gone.
+
+        Raises
+        ------
+        CheckpointError
+            A value is a tensor that cannot be copied as it is, such as a sparse one.
+        """
         sizes: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:

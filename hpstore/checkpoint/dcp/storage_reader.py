@@ -35,8 +35,23 @@ from hpstore.pool.pool import Pool
 
 
 class StorageReader(TorchStorageReader):
-    """Loads what StorageWriter saved: range reads of what the plan asks for, verified, repaired
-    from parity, straight into the planner's tensors where they are contiguous on the host."""
+    """Loads what StorageWriter saved. For dcp.load.
+
+    It reads the ranges that the plan asks for, verified and repaired from parity, straight into
+    the planner's tensors where they are contiguous on the host.
+
+    Parameters
+    ----------
+    pool
+        A Pool, which stays the caller's, or what hpstore.open takes.
+    path
+        Key prefix of the checkpoint. dcp.load(checkpoint_id=) replaces it.
+
+    Raises
+    ------
+    InvalidKey
+        `path` is no key.
+    """
 
     def __init__(self, pool: Pool | str | os.PathLike[str], path: str) -> None:
         calm_torch()

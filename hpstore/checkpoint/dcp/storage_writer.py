@@ -63,9 +63,24 @@ _log = logging.getLogger(__name__)
 class StorageWriter(TorchStorageWriter):
     """Saves under a path of a pool. For dcp.save and dcp.async_save, threads and processes.
 
-    `pool`: a Pool, or what hpstore.open takes. Pickles as the pool's config and the path; a pool on
-    memory devices is refused then. `overwrite`: a checkpoint at the path is replaced, by the put
-    of the manifest; else it is a RuntimeError.
+    Pickles as the pool's configuration and the path. Durable when dcp.save returns, or when the
+    future of dcp.async_save is done.
+
+    Parameters
+    ----------
+    pool
+        A Pool, which stays the caller's, or what hpstore.open takes.
+    path
+        Key prefix of the checkpoint. dcp.save(checkpoint_id=) replaces it.
+    overwrite
+        Replace a checkpoint at the path, by the put of the manifest. Else it is a RuntimeError.
+
+    Raises
+    ------
+    InvalidKey
+        `path` is no key.
+    CheckpointError
+        It is pickled with a pool on memory devices, which another process does not see.
     """
 
     def __init__(

@@ -37,10 +37,17 @@ class SaveReport:
 
 
 class SaveHandle:
-    """A save on its way. `staged_seconds` is how long save() kept the trainer.
+    """A save on its way, as Checkpointer.save() returns it. Thread-safe.
 
-    `skipped`: there is no save, another one was under way (on_busy="skip"): it is done, and its
-    result() raises CheckpointError.
+    Attributes
+    ----------
+    step
+        Completed steps that it holds.
+    staged_seconds
+        How long save() kept the trainer.
+    skipped
+        There is no save, as another one was under way (on_busy="skip"). Then done() is true and
+        result() raises CheckpointError.
     """
 
     def __init__(
@@ -80,8 +87,27 @@ class SaveHandle:
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait for the commit. Raises what went wrong, TimeoutError when it takes longer, and
-        CheckpointError in a fork of the process that saves."""
+        """Wait until the save is durable.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait at most. Default: without a limit.
+
+        Returns
+        -------
+        SaveReport
+            What was stored, and how many losses it survives.
+
+        Raises
+        ------
+        TimeoutError
+            It takes longer. The save goes on.
+        CheckpointError
+            This process is a fork of the one that saves, or the save was skipped or failed.
+        HpstoreError
+            What else went wrong in the save. The message says which step is still current.
+        """
         if self.foreign and not self.done():
             raise CheckpointError(
                 f"step {self.step} is being saved by process {self._pid}, of which this one is a "
