@@ -10,7 +10,7 @@ import numpy as np
 
 from hpstore.config import PoolConfig
 from hpstore.devices.opener import Opener
-from hpstore.errors import ObjectNotFound, TooFewDevices, TooManyErasures
+from hpstore.errors import ObjectNotFound, TooFewDevices
 from hpstore.format.column_header import encode_metadata
 from hpstore.format.keys import check_key
 from hpstore.maintenance.rebuild import ProgressCallback, RateLimit, RebuildReport
@@ -19,15 +19,8 @@ from hpstore.membership import changes
 from hpstore.membership.members import check_unit
 from hpstore.objects.key_listing import live_layout, walk
 from hpstore.objects.object_info import ObjectInfo, object_info
-from hpstore.objects.read.object_reader import Changed, ObjectReader
-from hpstore.objects.read.range_reader import (
-    READ_TRIES,
-    PooledReader,
-    Readers,
-    open_readers,
-    writable_bytes,
-)
-from hpstore.objects.read.resolve import open_object
+from hpstore.objects.read.object_reader import ObjectReader
+from hpstore.objects.read.range_reader import PooledReader, Readers, open_readers, writable_bytes
 from hpstore.objects.versions import VersionInfo, key_versions, parse_token
 from hpstore.objects.write.conditional_put import put_if
 from hpstore.objects.write.put import delete_object, put_object
@@ -230,26 +223,13 @@ class Pool:
         *,
         whole: bool = True,
     ) -> T:
-        """Run `read` on an open object; again when the object changes underneath, and when it
-        needs a device that was not waited for."""
+        """Run `read` on an open object; again when that changes underneath."""
         self._session.require_open()
-        check_key(key)
         content = None if version is None else parse_token(version)
-        patient = False
-        for _ in range(READ_TRIES):
-            with self._session.naming_lacks():
-                reader = open_object(self._store, key, content, whole=whole, patient=patient)
-            try:
-                return read(reader)
-            except Changed:
-                self._store.metrics.count("read_resolved_again_total")
-            except TooManyErasures:
-                if patient:
-                    raise
-                patient = True
-            finally:
-                reader.close()
-        raise TooManyErasures(f"object {key!r} changed {READ_TRIES} times while it was read")
+        with self._session.naming_lacks():
+            opened = PooledReader(self._store, check_key(key), content=content, whole=whole)
+            with opened:
+                return opened.run(read)
 
     def open(self, key: str, *, version: str | None = None) -> PooledReader:
         """Open the newest version for many range reads; a context manager. One thread at a time.

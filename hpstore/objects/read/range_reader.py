@@ -45,11 +45,12 @@ class PooledReader(Closing):
 
     def __init__(
         self, store: PoolContext, key: str, reader: ObjectReader | None = None,
-        content: ContentId | None = None,
+        content: ContentId | None = None, *, whole: bool = False,
     ) -> None:  # fmt: skip
-        """`content`: of the version that is read, and no other; the newest unless given."""
-        self._store, self._key, self._content = store, key, content
-        self._reader = open_object(store, key, content) if reader is None else reader
+        """`content`: of the version that is read, and no other; the newest unless given. `whole` as
+        of ObjectReader."""
+        self._store, self._key, self._content, self._whole = store, key, content, whole
+        self._reader = self._opened(patient=False) if reader is None else reader
         self._looked_at = store.clock.monotonic()
         self._closed = False
 
@@ -73,13 +74,13 @@ class PooledReader(Closing):
         if offset < 0:
             raise ValueError(f"offset {offset} is negative")
 
-        def read() -> int:
+        def read(reader: ObjectReader) -> int:
             count = max(0, min(len(target), self.size - offset))
             if count:
-                self._reader.read_into(offset, target[:count])
+                reader.read_into(offset, target[:count])
             return count
 
-        return self._again(read)
+        return self.run(read)
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]], deliver: Deliver) -> None:
         """Hand the verified bytes of all [start, end) to `deliver(offset, bytes)`, in order.
@@ -89,13 +90,13 @@ class PooledReader(Closing):
         range outside the object.
         """
 
-        def read() -> None:
+        def read(reader: ObjectReader) -> None:
             for start, end in ranges:
                 if not 0 <= start <= end <= self.size:
                     raise ValueError(f"range [{start}, {end}) is outside of {self.size} bytes")
-            self._reader.read_ranges(ranges, deliver)
+            reader.read_ranges(ranges, deliver)
 
-        self._again(read)
+        self.run(read)
 
     def add_to(self, reads: RangeReads, starts: Int64s, numbers: Int64s) -> None:
         """As Scatter.add or UnitFill.add, for this object.
@@ -105,7 +106,7 @@ class PooledReader(Closing):
         """
         if self._closed:
             raise AlreadyClosed(f"the reader of {self._key!r} is closed")
-        self._again(lambda: self._reader.open_enough())
+        self.run(lambda reader: reader.open_enough())
         reads.add(self._reader, starts, numbers)
 
     def run_scatter(self, scatter: Scatter) -> Scattered:
@@ -116,17 +117,18 @@ class PooledReader(Closing):
         """Read what readers of this pool have added."""
         return fill.run(self._store)
 
-    def _again(self, read: Callable[[], T]) -> T:
-        """Run `read`; again on the newest version when the object changes underneath."""
+    def run(self, read: Callable[[ObjectReader], T]) -> T:
+        """Run `read`; again on the newest version when the object changes underneath, and when it
+        needs a device that was not waited for."""
         if self._closed:
             raise AlreadyClosed(f"the reader of {self._key!r} is closed")
         self._take_back()
         looked = False
         for _ in range(READ_TRIES):
             try:
-                return read()
+                return read(self._reader)
             except Changed:
-                pass
+                self._store.metrics.count("read_resolved_again_total")
             except TooManyErasures:
                 if looked:
                     raise
@@ -146,9 +148,14 @@ class PooledReader(Closing):
             self._look_again(patient=False)
 
     def _look_again(self, *, patient: bool) -> None:
-        fresh = open_object(self._store, self._key, self._content, patient=patient)
+        fresh = self._opened(patient=patient)
         self._reader.close()
         self._reader, self._looked_at = fresh, self._store.clock.monotonic()
+
+    def _opened(self, *, patient: bool) -> ObjectReader:
+        return open_object(
+            self._store, self._key, self._content, whole=self._whole, patient=patient
+        )  # fmt: skip
 
     def close(self) -> None:
         """Release the files. Idempotent."""
