@@ -1,4 +1,4 @@
-"""How likely a group of k + m devices loses data in a year: three models and two simulations. Pure.
+"""How likely a group of k + m devices loses data in a year: three models and a simulation. Pure.
 
 Devices fail independently, at the same rate whenever they work; each failed one is whole again
 after its own repair time (many repairs at once do not slow each other down). Data is lost when
@@ -18,7 +18,6 @@ from hpstore.errors import ConfigError
 
 HOURS_PER_YEAR = 8760.0
 SCHEMES = ((4, 2), (8, 2), (6, 3), (8, 3), (17, 3), (10, 4), (16, 4))  # (k, m) that are compared
-_Z95 = 1.96
 _REPLICATES, _T95 = 20, 2.093  # Student's t for 19 degrees of freedom
 _BIAS = 0.5  # share of paths that are made to fail next; their weight makes up for it
 _REPAIR_HOURS = (1e-6, 1e7)  # where the longest repair is looked for
@@ -201,41 +200,7 @@ def longest_repair_hours(
     return math.exp(low)
 
 
-# --- simulations ----------------------------------------------------------------------------
-
-
-def simulate(
-    group: Group, *, years: float, groups: int, rng: np.random.Generator, fixed: bool = True
-) -> Estimate:
-    """Play so many groups for so many years, event by event; losses a year of one group.
-
-    For failure rates at which losses are seen. Repair takes `repair_hours`, or, not `fixed`, an
-    exponential time with that mean. Begins in the long run's state, so no warming up is needed.
-    """
-    horizon, rate = years * HOURS_PER_YEAR, group.afr / HOURS_PER_YEAR
-    shape = (groups, group.width)
-    up = rng.random(shape) < 1 / (1 + group.load)
-    rest = group.repair_hours * (rng.random(shape) if fixed else rng.exponential(size=shape))
-    due = np.where(up, rng.exponential(1 / rate, shape), rest)  # next change of each device
-    losses = np.zeros(groups)
-    rows = np.arange(groups)
-    while True:
-        which = due.argmin(1)
-        now = due[rows, which]
-        alive = now < horizon
-        if not alive.any():
-            break
-        fails = up[rows, which]
-        up[rows, which] = ~fails
-        losses += alive & fails & ((~up).sum(1) == group.parity + 1)
-        due[rows, which] = now + np.where(
-            fails, _repairs(group, groups, rng, fixed=fixed), rng.exponential(1 / rate, groups)
-        )
-    mean = float(losses.mean()) / years
-    half = _Z95 * float(losses.std(ddof=1)) / years / math.sqrt(groups)
-    if not mean:
-        return Estimate(value=0.0, low=0.0, high=3.0 / (groups * years))  # the rule of three
-    return Estimate(value=mean, low=max(0.0, mean - half), high=mean + half)
+# --- simulation -----------------------------------------------------------------------------
 
 
 def split(group: Group, *, paths: int, rng: np.random.Generator, fixed: bool = True) -> Estimate:
@@ -356,5 +321,5 @@ def compare(group: Group, *, wanted: float, groups: int = 1, sectors: Sectors | 
 
 
 __all__ = ["HOURS_PER_YEAR", "SCHEMES", "Estimate", "Group", "Scheme", "Sectors", "RepairWindow",
-           "compare", "in_a_year", "longest_repair_hours", "losses_per_year", "nines", "simulate",
+           "compare", "in_a_year", "longest_repair_hours", "losses_per_year", "nines",
            "split", "total_per_year", "unreadable_per_year", "window", "years_to_loss"]  # fmt: skip

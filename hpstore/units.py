@@ -27,14 +27,6 @@ def div_ceil(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-def div_exact(value: int, divisor: int) -> int:
-    """value / divisor, which must leave no remainder."""
-    quotient, rest = divmod(value, divisor)
-    if rest:
-        raise ValueError(f"{value} is not a multiple of {divisor}")
-    return quotient
-
-
 def round_up(value: int, multiple: int) -> int:
     """Smallest multiple that is at least value."""
     return div_ceil(value, multiple) * multiple
@@ -104,6 +96,6 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
-__all__ = ["GIB", "KIB", "MIB", "bytes_argument", "div_ceil", "div_exact", "format_bytes",
+__all__ = ["GIB", "KIB", "MIB", "bytes_argument", "div_ceil", "format_bytes",
            "format_seconds", "parse_bytes", "positive", "round_down", "round_up",
            "whole_argument"]  # fmt: skip

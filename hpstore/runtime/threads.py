@@ -6,6 +6,7 @@ cannot be done without one raises ThreadsExhausted before it has begun.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -20,7 +21,8 @@ P = ParamSpec("P")
 
 _log = logging.getLogger(__name__)
 _REFUSED = "can't start new thread"  # of CPython; RuntimeError has no other mark
-_told = threading.Event()
+_refusals = itertools.count(1)  # next() is atomic
+_refused = [0]
 
 
 def exhausted_hint() -> str:
@@ -39,7 +41,7 @@ def start_thread(thread: threading.Thread) -> threading.Thread:
     except RuntimeError as error:
         if _REFUSED not in str(error):
             raise
-        _tell_once()
+        _note_refused()
         raise ThreadsExhausted(
             f"thread {thread.name} was not started: {exhausted_hint()}"
         ) from error
@@ -101,7 +103,7 @@ class WorkerThreads(ThreadPoolExecutor):
         except RuntimeError as error:
             if _REFUSED not in str(error):
                 raise
-            _tell_once()
+            _note_refused()
             if not self._any.is_set():
                 run()
                 return future
@@ -119,10 +121,15 @@ class WorkerThreads(ThreadPoolExecutor):
         super().shutdown(wait, cancel_futures=cancel_futures)
 
 
-def _tell_once() -> None:
-    if not _told.is_set():
-        _told.set()
+def refused_total() -> int:
+    """How many threads this process was refused; the first one is logged."""
+    return _refused[0]
+
+
+def _note_refused() -> None:
+    number = _refused[0] = next(_refusals)
+    if number == 1:
         _log.warning("%s", exhausted_hint())
 
 
-__all__ = ["WorkerThreads", "exhausted_hint", "start_some", "start_thread"]
+__all__ = ["WorkerThreads", "exhausted_hint", "refused_total", "start_some", "start_thread"]

@@ -18,7 +18,6 @@ from hpstore.durability import (
     longest_repair_hours,
     losses_per_year,
     nines,
-    simulate,
     split,
     total_per_year,
     unreadable_per_year,
@@ -26,6 +25,7 @@ from hpstore.durability import (
     years_to_loss,
 )
 from hpstore.errors import ConfigError
+from tests.unit.event_simulation import simulate
 
 TALK = Group(data=6, parity=3, afr=0.005, repair_hours=156)
 ASKED = ("durability", "--data", "6", "--parity", "3", "--afr", "0.005")

@@ -1,4 +1,4 @@
-"""Counters count from all threads; histograms answer quantiles within their bucket."""
+"""Counters count from all threads, and show what the process was refused."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import threading
 
 import pytest
 
+from hpstore.errors import ThreadsExhausted
 from hpstore.runtime.clock import HybridCounter, SystemClock
-from hpstore.runtime.metrics import Histogram, Metrics
+from hpstore.runtime.metrics import Metrics
+from hpstore.runtime.threads import refused_total, start_thread
 from hpstore.testing import ManualClock
 
 
@@ -18,7 +20,6 @@ def test_counts_from_many_threads_are_all_there() -> None:
     def work() -> None:
         for _ in range(1000):
             metrics.count("read_total")
-            metrics.observe("read_seconds", 0.001)
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -26,7 +27,6 @@ def test_counts_from_many_threads_are_all_there() -> None:
     for thread in threads:
         thread.join()
     assert metrics.value("read_total") == 8000
-    assert metrics.snapshot()["read_seconds_count"] == 8000
 
 
 def test_count_returns_the_new_value() -> None:
@@ -37,45 +37,26 @@ def test_count_returns_the_new_value() -> None:
     assert "never" not in metrics.snapshot()
 
 
-@pytest.mark.parametrize("seconds", [1e-6, 0.001, 0.5, 1.0, 30.0])
-def test_quantile_is_the_upper_edge_of_a_narrow_bucket(seconds: float) -> None:
-    """Above the value, by no more than a quarter power of two."""
-    histogram = Histogram()
-    histogram.add(seconds)
-    assert seconds < histogram.quantile(0.5) <= seconds * 2**0.25 * (1 + 1e-9)
-
-
-def test_quantiles_tell_the_slow_tail_from_the_rest() -> None:
-    """98 fast and 2 slow: p50 is fast, p99 is slow."""
-    histogram = Histogram()
-    for _ in range(98):
-        histogram.add(0.001)
-    for _ in range(2):
-        histogram.add(1.0)
-    assert histogram.quantile(0.5) < 0.002
-    assert histogram.quantile(0.98) < 0.002
-    assert histogram.quantile(0.99) >= 1.0
-    assert histogram.total == 100
-    assert histogram.sum_seconds == pytest.approx(2.098)
-
-
-def test_empty_and_zero_observations_are_no_error() -> None:
-    """An empty histogram answers 0; a duration of 0 is counted."""
-    histogram = Histogram()
-    assert histogram.quantile(0.5) == 0.0
-    histogram.add(0.0)
-    assert 0 < histogram.quantile(0.5) < 1e-8
-
-
-def test_snapshot_is_a_copy_with_p50_and_p99() -> None:
+def test_snapshot_is_a_copy() -> None:
     """Later counts do not change a snapshot that was taken."""
     metrics = Metrics()
     metrics.count("a")
-    metrics.observe("b", 0.25)
     taken = metrics.snapshot()
     metrics.count("a")
     assert taken["a"] == 1
-    assert taken["b_p50"] == taken["b_p99"] >= 0.25
+
+
+def test_refused_threads_show_in_every_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that works with fewer threads than it wants says so."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = refused_total()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ThreadsExhausted):
+        start_thread(threading.Thread(target=print))
+    assert Metrics().snapshot() == {"threads_refused_total": before + 1}
 
 
 def test_counter_of_versions_never_goes_back() -> None:

@@ -10,7 +10,6 @@ from hpstore.units import (
     KIB,
     MIB,
     div_ceil,
-    div_exact,
     format_bytes,
     format_seconds,
     parse_bytes,
@@ -85,13 +84,10 @@ def test_times_are_shown_with_three_figures_and_no_exponent(seconds: float, text
 
 
 def test_division_says_its_intent() -> None:
-    """div_ceil rounds up, round_up and round_down go to multiples, div_exact refuses a rest."""
+    """div_ceil rounds up, round_up and round_down go to multiples."""
     assert [div_ceil(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [round_up(n, KIB) for n in (0, 1, KIB, KIB + 1)] == [0, KIB, KIB, 2 * KIB]
     assert [round_down(n, KIB) for n in (0, KIB - 1, KIB, 2 * KIB - 1)] == [0, 0, KIB, KIB]
-    assert div_exact(12, 4) == 3
-    with pytest.raises(ValueError, match="13 is not a multiple of 4"):
-        div_exact(13, 4)
 
 
 def test_counts_of_options_are_above_0() -> None:
