@@ -6,18 +6,16 @@ import dataclasses
 import json
 import logging
 import os
-import random
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import torch
+import torch.distributed as dist
 
 from hpstore.checkpoint import Checkpointer, Preempted, SaveOptions
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.state.state_tree import PerRank
 from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import (
     CheckpointError,
@@ -32,7 +30,8 @@ from hpstore.runtime.closing import Closing
 from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
 from hpstore.trainers.named_checkpoints import NamedCheckpoints, refuse_states
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
-from hpstore.trainers.rank_messages import of_bytes, to_bytes
+from hpstore.trainers.rank_messages import agreed, of_bytes, to_bytes
+from hpstore.trainers.resume_folder import trainer_rng, write_resume_folder
 
 try:
     from accelerate import Accelerator
@@ -42,12 +41,6 @@ except ModuleNotFoundError as error:
     raise missing("transformers and accelerate", "huggingface") from error
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
-# what a Trainer looks for in a checkpoint's folder
-_FILES = {
-    "model": "pytorch_model.bin", "optimizer": "optimizer.pt", "lr_scheduler": "scheduler.pt",
-    "scaler": "scaler.pt", "rng": "rng_state.pth",
-}  # fmt: skip
 
 
 class PoolTrainerCallback(TrainerCallback, Closing):
@@ -63,7 +56,12 @@ class PoolTrainerCallback(TrainerCallback, Closing):
     keep_last, keep_every: which steps stay; older ones go after a newer one is durable in full.
     on_sigterm: "save": after the step in which SIGTERM comes save, stop training and raise
     Preempted, a SystemExit; "finish": what a Checkpointer does. pool: a Pool, which stays the
-    caller's, or the name or settings file of one. For one process; FSDP and DeepSpeed are refused.
+    caller's, or the name or settings file of one.
+
+    In a data-parallel job (torchrun, DDP) every process makes one, after its TrainingArguments, and
+    calls the same methods. What all have alike is saved once, every rank's RNG states with it; each
+    rank resumes from a folder of its own. What fails on one rank is raised on all. FSDP and
+    DeepSpeed are refused.
     """
 
     def __init__(
@@ -78,6 +76,11 @@ class PoolTrainerCallback(TrainerCallback, Closing):
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError("every must be a whole number of at least 1, or None")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+            raise ConfigError(
+                "this is one process of several, and their group is not made yet: make "
+                "TrainingArguments before the PoolTrainerCallback"
+            )
         self.pool, self._opened = as_pool(pool)
         self.every = every
         self.checkpoints = Checkpointer(
@@ -86,9 +89,9 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             keep_last=keep_last,
             keep_every=keep_every,
             rng=False,
-            group="alone",
             save=SaveOptions(on_sigterm=on_sigterm),
         )
+        self._ranks = Ranks(self.checkpoints.saver.options.commit_seconds)
         self._stopping: int | None = None  # the last step, after SIGTERM
         self._folder: str | None = None
 
@@ -96,8 +99,17 @@ class PoolTrainerCallback(TrainerCallback, Closing):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse what would not be saved as a whole."""
-        if args.world_size > 1 or getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
-            raise CheckpointError("PoolTrainerCallback saves one process without FSDP or DeepSpeed")
+        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+            raise CheckpointError(
+                "PoolTrainerCallback saves one process or a data-parallel job (DDP), without FSDP "
+                "and DeepSpeed; a Checkpointer saves shards, from the modules and optimizers "
+                "themselves"
+            )
+        if args.world_size != self._ranks.world:
+            raise CheckpointError(
+                f"the Trainer has {args.world_size} processes, this PoolTrainerCallback was made "
+                f"in a group of {self._ranks.world}: make it after TrainingArguments"
+            )
         others = sorted(set(state.stateful_callbacks) - {"TrainerControl"})
         if self.every is not None and others:
             raise CheckpointError(
@@ -129,6 +141,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             raise Preempted(f"SIGTERM has come: step {self._stopping} is saved")
 
     def _save(self, state: Any, recorded: dict[str, Any], parts: dict[str, Any]) -> None:
+        recorded["is_local_process_zero"] = recorded["is_world_process_zero"] = True  # as on rank 0
         optimizer = parts["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         saved = {
@@ -136,7 +149,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             "optimizer": optimizer.state_dict(),
             "lr_scheduler": parts["lr_scheduler"].state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
-            "rng": trainer_rng(),
+            "rng": trainer_rng() if self._ranks.world == 1 else PerRank(trainer_rng()),
             "trainer_state": json.dumps(recorded, indent=2, sort_keys=True),
         }
         refuse_states(saved, "checkpoint")
@@ -148,35 +161,50 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         """A folder for resume_from_checkpoint with a step, by default the newest readable one.
 
         None when there is no checkpoint. Every byte is verified before it is written, below
-        `parent`, where the state must fit; the folder is removed at the end of training.
+        `parent`, where the state must fit; the folder is removed at the end of training. Each rank
+        of a job gets a folder of its own, of the step that rank 0 can read.
         """
-        found = self._load(step)
-        if found is None:
-            return None
-        step, loaded = found
-        self._drop_folder()
-        os.makedirs(parent, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=f"checkpoint-{step}-", dir=parent)
-        self._folder = folder
-        for part, name in _FILES.items():
-            if loaded[part] is not None:
-                torch.save(loaded[part], os.path.join(folder, name))
-        Path(folder, "trainer_state.json").write_text(loaded["trainer_state"], encoding="utf-8")
-        return folder
-
-    def _load(self, step: int | None) -> tuple[int, dict[str, Any]] | None:
         self.checkpoints.wait()
-        if step is not None:
-            return step, self.checkpoints.read(step).tree()
+        loaded: dict[str, Any] | None = None
+        if step is None:
+            step, loaded = self._newest()
+        if step is None:
+            return None
+        return agreed(self._ranks, lambda: self._written(step, loaded, parent))
+
+    def _newest(self) -> tuple[int | None, dict[str, Any] | None]:
+        """The newest step that rank 0 can read, on all ranks; on rank 0 with what it holds."""
+        found: list[tuple[int, dict[str, Any]] | None] = [None]
+
+        def look() -> None:
+            found[0] = self._readable()
+
+        agreed(self._ranks, look if self._ranks.leads else lambda: None)
+        step, loaded = found[0] or (None, None)
+        said = self._ranks.broadcast(json.dumps(step).encode(), RankChannel.TRAINER)
+        return json.loads(said), loaded
+
+    def _readable(self) -> tuple[int, dict[str, Any]] | None:
         steps = self.checkpoints.steps()
-        for candidate in reversed(steps):
+        for step in reversed(steps):
             try:
-                return candidate, self.checkpoints.read(candidate).tree()
+                return step, self.checkpoints.read(step).tree()
             except (IntegrityError, RedundancyError, ObjectNotFound) as error:
-                _log.warning("checkpoint step %d is passed over: %s", candidate, error)
+                _log.warning("checkpoint step %d is passed over: %s", step, error)
         if steps:
             raise CheckpointError(f"none of the checkpoints {steps[-8:]} can be read now")
         return None
+
+    def _written(self, step: int, loaded: dict[str, Any] | None, parent: PathLike) -> str:
+        """A folder with all that the Trainer looks for."""
+        saved = self.checkpoints.read(step)
+        loaded = saved.tree() if loaded is None else loaded
+        self._drop_folder()
+        self._folder = write_resume_folder(
+            parent, loaded, step, rank=self._ranks.rank, world=self._ranks.world,
+            saved_by=saved.manifest.world,
+        )  # fmt: skip
+        return self._folder
 
     def _drop_folder(self) -> None:
         folder, self._folder = self._folder, None
@@ -191,18 +219,6 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             self._drop_folder()
             if self._opened:
                 self.pool.close()
-
-
-def trainer_rng() -> dict[str, Any]:
-    """RNG states as a Trainer of one process writes and reads them."""
-    states: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "cpu": torch.random.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.random.get_rng_state()
-    return states
 
 
 class PoolAccelerate(Closing):
@@ -287,23 +303,7 @@ class PoolAccelerate(Closing):
 
     def _together(self, action: Callable[[], object]) -> None:
         """What rank 0 does for all; what went wrong is raised on all."""
-        self._agreed(action if self._ranks.leads else lambda: None)
-
-    def _agreed(self, action: Callable[[], T]) -> T:
-        """What every rank does; raised on all when it fails on one."""
-        error: Exception | None = None
-        try:
-            found = action()
-        except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
-            error = failed
-        said = "" if error is None else f"{type(error).__name__}: {error}"
-        votes = self._ranks.all_gather(said.encode(), RankChannel.TRAINER)
-        if error is not None:
-            raise error
-        others = [f"rank {n}: {vote.decode()}" for n, vote in enumerate(votes) if vote]
-        if others:
-            raise CheckpointError("; ".join(others))
-        return found
+        agreed(self._ranks, action if self._ranks.leads else lambda: None)
 
     def _automatic(self) -> str:
         at = self.accelerator.project_configuration
@@ -335,7 +335,7 @@ class PoolAccelerate(Closing):
         if known is None:
             raise CheckpointError(f"no state under {self.checkpoints.prefix!r} to load")
         self.wait()
-        loaded = self._agreed(lambda: self.checkpoints.load(name_of(known, self.root)))
+        loaded = agreed(self._ranks, lambda: self.checkpoints.load(name_of(known, self.root)))
         accelerator = self.accelerator
         ranks = loaded.pop("ranks", [])
         newcomer = self._ranks.rank >= max(1, len(ranks))

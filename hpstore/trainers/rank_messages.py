@@ -1,16 +1,21 @@
-"""Nested values of a training state as bytes for another rank. JSON, never pickle."""
+"""What ranks of a job send each other: small nested values as JSON, never pickle, and errors."""
 
 from __future__ import annotations
 
 import base64
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.scalars import dtype_name, dtype_named
 from hpstore.checkpoint.state.state_tree import CollectedTensors, Decoding, decode_tree, encode_tree
+from hpstore.errors import CheckpointError
 from hpstore.format.untrusted_bytes import parsing
+
+T = TypeVar("T")
 
 
 def to_bytes(value: Any) -> bytes:  # Any: whatever a checkpoint may hold
@@ -48,4 +53,21 @@ def of_bytes(data: bytes) -> Any:  # Any: as above
     return decode_tree(tree, Decoding(tensor=tensor))
 
 
-__all__ = ["of_bytes", "to_bytes"]
+def agreed(ranks: Ranks, action: Callable[[], T]) -> T:
+    """Run what every rank does, here. Collective: raised on all when it fails on one."""
+    error: Exception | None = None
+    try:
+        found = action()
+    except Exception as failed:  # noqa: BLE001 (sent to the other ranks, then raised)
+        error = failed
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    votes = ranks.all_gather(said.encode(), RankChannel.TRAINER)
+    if error is not None:
+        raise error
+    others = [f"rank {n}: {vote.decode()}" for n, vote in enumerate(votes) if vote]
+    if others:
+        raise CheckpointError("; ".join(others))
+    return found
+
+
+__all__ = ["agreed", "of_bytes", "to_bytes"]

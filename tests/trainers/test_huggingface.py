@@ -205,7 +205,7 @@ def test_what_would_not_be_whole_is_refused(pool: Pool, tmp_path: Path) -> None:
         class Several:
             world_size = 2
 
-        with pytest.raises(CheckpointError, match="one process"):
+        with pytest.raises(CheckpointError, match="Trainer has 2 processes"):
             callback.on_train_begin(Several(), state, None)
 
 
