@@ -7,6 +7,7 @@ from hpstore.checkpoint.catalog.retention import Best
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.export import ExportReport, export_checkpoint
 from hpstore.checkpoint.convert.import_files import ImportReport, import_checkpoint
+from hpstore.checkpoint.convert.torch_objects import torch_load, torch_save
 from hpstore.checkpoint.dcp.dcp_stager import Stager
 from hpstore.checkpoint.dcp.storage_reader import SafeLoadPlanner, StorageReader
 from hpstore.checkpoint.dcp.storage_writer import StorageWriter
@@ -22,4 +23,5 @@ from hpstore.checkpoint.steps import Steps
 __all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "Preempted",
            "RestoreReport", "SafeLoadPlanner", "SaveHandle", "SaveOptions", "SaveReport",
            "SavedStep", "SavedTensor", "Stager", "Steps", "StorageReader", "StorageWriter",
-           "VerifyReport", "export_checkpoint", "import_checkpoint"]  # fmt: skip
+           "VerifyReport", "export_checkpoint", "import_checkpoint",
+           "torch_load", "torch_save"]  # fmt: skip
