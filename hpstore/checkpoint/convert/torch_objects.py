@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 
 from hpstore.errors import ConfigError, HpstoreError, IntegrityError
-from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.format.untrusted_bytes import brief
 from hpstore.interop.filesystem import PoolFileSystem
 
 _SCHEME = "hpstore://"
@@ -77,9 +76,9 @@ def torch_load(
             return torch.load(
                 stream, map_location=map_location, weights_only=weights_only, **options
             )
-        except HpstoreError:
+        except (HpstoreError, OSError, MemoryError):
             raise
-        except (RuntimeError, UnpicklingError, *MALFORMED) as error:
+        except Exception as error:  # torch's and pickle's own, of many classes
             raise IntegrityError(f"{url}: torch.load cannot read it: {brief(error)}") from error
 
 
