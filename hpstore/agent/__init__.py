@@ -1,6 +1,6 @@
-"""One process on each node that looks after a pool: drains, heals, takes back, scrubs, and tells.
+"""One process on each node that looks after a pool: drains, rebuilds, readmits, scrubs, reports.
 
-Without it each process routes its own reads around slow devices, and rebuilding waits for
+Without it each process avoids slow devices in its own reads, and rebuilding waits for
 `hpstore rebuild`.
 """
 

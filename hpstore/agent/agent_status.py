@@ -187,7 +187,7 @@ def publish(directory: Path, status: AgentStatus) -> None:
 
 
 def withdraw(directory: Path) -> None:
-    """Nobody is to wait for an agent that has ended."""
+    """Remove the status, so that commands do not wait for an agent that has ended."""
     (directory / STATUS_FILE).unlink(missing_ok=True)
 
 

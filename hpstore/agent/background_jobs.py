@@ -152,7 +152,10 @@ class Jobs:
             return sorted(self._queue, key=lambda job: job.rank)
 
     def busy(self) -> str:
-        """What is healing now or next, in words; "" when nothing is, but what can wait for it."""
+        """Return the urgent job that runs now or next, in words; "" if there is none.
+
+        Jobs that can wait for a rebuild do not count.
+        """
         with self._change:
             jobs = [self._running, *self._queue] if self._running else list(self._queue)
             most = _RANK[JobKind.REBUILD]
@@ -177,7 +180,7 @@ class Jobs:
         )  # fmt: skip
 
     def note(self, text: str, *, ok: bool = True) -> None:
-        """Tell something, in the log and the status."""
+        """Report a line in the log and the status."""
         (_log.info if ok else _log.warning)("%s", text)
         with self._change:
             self._events.append(JobEvent(at_ms=self._admin.clock.wall_ms(), text=text, ok=ok))
@@ -270,10 +273,10 @@ class Jobs:
 
     def _let_go(self, job: BackgroundJob, member: Member) -> bool:
         """Evict a device, or drain one that can still be read: it is a source until a rebuild has
-        made every object whole without it.
+        completed every object without it.
 
-        False when it is needed: nothing is evicted that an object cannot do without. What can be
-        made up for is rebuilt then, and it is tried again. One that is back by now is kept.
+        Return False if an object cannot do without the device: then it is not evicted, what can be
+        rebuilt is rebuilt, and the eviction is tried again. A device that is back by now is kept.
         """
         try:
             if self._effort.returned(job.device):

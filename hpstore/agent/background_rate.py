@@ -50,11 +50,11 @@ class SharedPace:
             self._resumed = min(self._resumed, self._clock.monotonic())
 
     def go_on(self) -> bool:
-        """Until it is told to stop."""
+        """Return True until a stop is requested."""
         return not self._stop()
 
     def rates(self) -> tuple[float, float]:
-        """Bytes a second, as it was and while it worked."""
+        """Return bytes per second: over the elapsed time, and over the time that it worked."""
         with self._lock:
             elapsed = self._clock.monotonic() - self._began
             return (
@@ -69,7 +69,7 @@ def pause_seconds(busy_seconds: float, share: float) -> float:
 
 
 def scrub_rate(used_bytes: int, days: float, *, least: float = 1 << 20) -> float:
-    """Bytes a second at which all data is read within nine tenths of `days`. Pure."""
+    """Return the bytes per second that read all data within nine tenths of `days`. Pure."""
     return max(least, used_bytes / (0.9 * days * 86400.0))
 
 

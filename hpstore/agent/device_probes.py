@@ -1,4 +1,4 @@
-"""Which devices answer: asked in the background, so that one that hangs holds nobody."""
+"""Which devices answer: probes run in the background, so that a hung device blocks no caller."""
 
 from __future__ import annotations
 

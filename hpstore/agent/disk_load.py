@@ -43,7 +43,7 @@ def disks_below(name: str, sys_root: str = "/sys") -> list[str]:
 
 
 def own_bytes(path: str = "/proc/self/io") -> int:
-    """Bytes that this process has had read from and written to disks; 0 where nobody tells."""
+    """Return the bytes that this process read from and wrote to disks; 0 if unknown."""
     try:
         with open(path, encoding="ascii") as file:
             rows = dict(line.split(": ", 1) for line in file.read().splitlines())
@@ -53,9 +53,9 @@ def own_bytes(path: str = "/proc/self/io") -> int:
 
 
 class Foreground:
-    """Bytes a second that others move on some disks, from one look to the next. One thread.
+    """Bytes per second that other programs move on some disks, between two looks. One thread.
 
-    `known` is False while it cannot be told: then the disks have to be taken for busy.
+    `known` is False while this cannot be measured: then treat the disks as busy.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ _RETURNING = (HealthState.REMOVED, HealthState.REBUILDING, HealthState.PROBATION
 class Agent(Closing):
     """Looks after one pool on this node; holds the pool for that until `close`.
 
-    `tick` is one round; `run` goes on until it is told to stop. One thread calls them, and makes
+    `tick` is one round; `run` makes rounds until its event is set. One thread calls them, and makes
     and closes the agent. With `threads=False` nothing runs beside them: `finish_jobs` works off the
     jobs. For a dry run the pool is open read only: nothing is changed, nothing remembered.
 
@@ -140,8 +140,8 @@ class Agent(Closing):
     def run(self, stop: threading.Event, each: Callable[[AgentStatus], None]) -> None:
         """Rounds until `stop` is set; `each` gets the status after every one.
 
-        A round that fails is told and counted, and the next one is tried. What `each` raises ends
-        it.
+        A round that fails is logged and counted, and the next one is tried. An exception of `each`
+        ends the loop.
         """
         while not stop.is_set():
             status = None
@@ -230,7 +230,7 @@ class Agent(Closing):
     # -- deciding and remembering
 
     def _obey(self, facts: PoolFacts, at: float) -> list[PolicyOutcome]:
-        """Take new orders of operators; one that is refused is told."""
+        """Take new orders of operators; a refused one is reported."""
         try:
             orders, self.orders_problem = read_orders(self._directory), ""
         except (HpstoreError, OSError) as error:
@@ -300,7 +300,7 @@ class Agent(Closing):
             self.jobs.note(f"{action.kind}: {where}: {action.reason}", ok=False)
 
     def _look_for_work(self, now: float) -> None:
-        """Rebuild what can be made whole or wider; scrub when it is time."""
+        """Rebuild what can be completed or widened; scrub when it is time."""
         condition, shape = self.eyes.condition(), self.eyes.shape()
         with self._lock:
             waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
@@ -326,8 +326,8 @@ class Agent(Closing):
             self._look_for_scrub(now)
 
     def _unmarked(self) -> bool:
-        """Whether evicted devices count as lost although a rebuild could confirm that they are
-        made up for: it does so only when all members answer."""
+        """Whether evicted devices count as lost although a rebuild could confirm that their columns
+        are rebuilt: it does so only when all members answer."""
         record = self._admin.record
         there = all(member.device_id in self.present for member in record.members)
         return there and bool(record.unhealed())
@@ -407,7 +407,7 @@ class Agent(Closing):
         return device in self.present and state in _RETURNING
 
     def _share(self) -> float:
-        """Of the time, that healing may take."""
+        """Return the share of the time that a rebuild may take."""
         others, config = self.eyes.foreground, self.config
         calm = others.known and others.bytes_per_second <= config.foreground_bytes_per_second
         return config.heal_share_idle if calm else config.heal_share_busy

@@ -32,7 +32,7 @@ class HealthWatch(Protocol):
         """Devices that it knows."""
 
     def forgive(self, device: str, reason: str) -> None:
-        """A device starts anew."""
+        """Clear a device's score and errors."""
 
     def accept(self, device: str) -> None:
         """What a device does is normal for it."""

@@ -168,7 +168,7 @@ class Observer:
                 self._look_at_scrubs(now_seconds)
 
     def _look_at_disks(self, now_seconds: float) -> None:
-        """Their own counters; blocks nobody but the thread that asks."""
+        """Read the disks' own counters; only the thread that asks can block."""
         found = self._smart.take()
         if isinstance(found, dict):
             self.disks = found

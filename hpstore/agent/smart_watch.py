@@ -80,7 +80,7 @@ class DiskWatch:
         self._disks_of = disks_of or disks_of_path
 
     def look(self, places: Mapping[str, str], today: int) -> dict[str, list[DiskSight]]:
-        """Disks by device id; a device whose disks nobody knows has none."""
+        """Return disks by device id; a device whose disks are unknown has none."""
         below = {
             device: self._disks_of(url.removeprefix("file://"))
             for device, url in places.items()

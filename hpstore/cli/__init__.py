@@ -3,7 +3,7 @@
 Exit codes: 0 done; 1 an unexpected error; 2 bad arguments or settings; 3 bad key; 4 no such
 object; 5 version conflict; 10-16 device errors; 20 newer format; 21 integrity; 30-35 redundancy,
 membership, locks, budgets; 40-41 checkpoints; 45 ingest; 50 scrub, rebuild or verify found what
-cannot be mended; 60-61 direct reads into GPU memory; 70-71 failure forecasts; 130 interrupted.
+cannot be repaired; 60-61 direct reads into GPU memory; 70-71 failure forecasts; 130 interrupted.
 Each class of hpstore.errors names its own.
 """
 

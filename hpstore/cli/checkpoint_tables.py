@@ -99,7 +99,7 @@ def table_of(rows: Sequence[StepRow]) -> tuple[tuple[str, ...], list[tuple[objec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a step holds: tensors and values by path, and what is to be said of the whole."""
+    """What a step holds: tensors and values by path, and a summary of the whole."""
 
     tensors: Mapping[str, Mapping[str, Any]]  # Any: what JSON holds
     values: Mapping[str, str]

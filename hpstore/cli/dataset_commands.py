@@ -1,4 +1,4 @@
-"""Data set commands: ingest, list, show, verify, remove. torch is imported when one runs."""
+"""Dataset commands: ingest, list, show, verify, remove. torch is imported when one runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ingest(
     check_images: Annotated[bool, typer.Option(help="find images that are cut short")] = True,
     as_json: Json = False,
 ) -> None:
-    """Write a folder, tars, tables or arrays as a data set; run again, an interrupted one goes on.
+    """Write a folder, tars, tables or arrays as a dataset; run it again if it was interrupted.
 
     hpstore dataset ingest pool.toml train /data/imagenet/train
     """
@@ -91,7 +91,7 @@ def _show_ingest(report: IngestReport) -> None:
 
 @datasets.command()
 def ls(pool: PoolName, as_json: Json = False) -> None:
-    """List data sets, and ingests that were cut short.
+    """List datasets, and ingests that were cut short.
 
     hpstore dataset ls pool.toml
     """
@@ -122,7 +122,7 @@ def ls(pool: PoolName, as_json: Json = False) -> None:
 
 @datasets.command()
 def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
-    """Show what a data set holds and where it came from.
+    """Show what a dataset holds and where it came from.
 
     hpstore dataset info pool.toml train
     """
@@ -187,7 +187,7 @@ def _show_verified(report: DatasetReport) -> None:
 
 @datasets.command()
 def rm(pool: PoolName, name: Name, yes: Yes = False, as_json: Json = False) -> None:
-    """Delete a data set, or an unfinished ingest.
+    """Delete a dataset, or an unfinished ingest.
 
     hpstore dataset rm pool.toml train --yes
     """

@@ -110,7 +110,8 @@ def replace(
 
     hpstore replace pool.toml /mnt/b /mnt/g
 
-    The old one is drained if it answers, else evicted and made up for. Killed, run it again.
+    The old one is drained if it answers, else evicted and rebuilt. If this command is killed,
+    run it again.
     """
     from hpstore.pool.replace_device import replace_device
 

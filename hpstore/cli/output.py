@@ -58,7 +58,7 @@ def say(facts: object, text: str, *, as_json: bool) -> None:
 
 
 class StdoutConsole(Console):
-    """Of standard output; a pipe that nobody reads is for main() to judge."""
+    """The console of standard output; main() handles a pipe without a reader."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError

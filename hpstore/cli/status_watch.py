@@ -1,6 +1,6 @@
-"""`hpstore status --watch`: devices, objects, work and decisions, drawn anew every two seconds.
+"""`hpstore status --watch`: devices, objects, work and decisions, refreshed every two seconds.
 
-Where an agent runs its rounds are shown, which cost nothing; else the pool is asked each time.
+If an agent runs, its rounds are shown, which cost nothing; otherwise the pool is asked each time.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Device(Protocol):
         """A new file of new blocks, to be written and then published as recycled_path(size_bytes).
 
         create() may take it from then on. Kept files are neither taken nor freed for it (DeviceFull
-        instead). None where overwriting is no faster than writing anew.
+        instead). None where overwriting is no faster than writing a new file.
         """
 
     def open(self, path: str) -> ReadHandle:

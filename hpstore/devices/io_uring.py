@@ -1,6 +1,6 @@
 """Many reads in one system call: io_uring, driven from Python through its shared memory.
 
-A thread that reads with preadv pays, for each read, for two switches and the interpreter's lock:
+A thread that reads with preadv pays, for each read, for two switches and the GIL:
 15 to 60 us of processor time for 12 KiB. Here a whole batch is queued as one numpy array and one
 call waits for all of it. Layout and protocol of the rings: io_uring_setup(2), io_uring_enter(2).
 """
@@ -70,7 +70,7 @@ class Ring:
     """One pair of rings, for one thread of one process."""
 
     def __init__(self, entries: int = ENTRIES) -> None:
-        """Raises OSError where the kernel has none, or nobody may use it."""
+        """Raises OSError where the kernel has none, or does not allow it."""
         self._pid, self._libc = os.getpid(), ctypes.CDLL(None, use_errno=True)
         self._libc.syscall.restype = ctypes.c_long
         parameters = np.zeros(_PARAMS_WORDS, np.uint32)
@@ -149,9 +149,10 @@ class Ring:
         self, asked: npt.NDArray[np.void], results: Int64s, times: Float64s | None, *,
         seconds: float, hopeless: Callable[[Int64s], bool] | None, most: int, told: bool,
     ) -> Iterator[Int64s]:  # fmt: skip
-        """Make the reads; which have ended lately, each once. `told`: somebody works on these while
-        others are in flight. Ends early, with results that are LATE or UNTRIED, where read() gives
-        up.
+        """Make the reads and yield those that have just ended, each once.
+
+        `told`: the caller works on these while others are in flight. Ends early, with results that
+        are LATE or UNTRIED, where read() gives up.
         """
         total, begun, ended = len(asked), 0, 0
         fresh = np.empty(0, np.int64)
@@ -307,7 +308,7 @@ _problem: list[str] = []  # why there are no rings, once known
 
 
 def problem() -> str:
-    """Why batches of reads are not one call here; "" where they are, or nobody has tried."""
+    """Return why batches of reads are not one call here; "" if they are or were not tried yet."""
     return _problem[0] if _problem else ""
 
 

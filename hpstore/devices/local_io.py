@@ -161,8 +161,8 @@ class LocalWriter:
 class LocalReader:
     """A file open for reading under a shared lock.
 
-    A late read may be under way, or still wait for its device, when nobody needs it any more and
-    the file is closed by another thread. One under way ends on this file, which is closed then; one
+    A late read may be under way, or still wait for its device, when its caller has given up and
+    another thread closes the file. A read under way ends on this file, which is closed then; a read
     that comes later is refused, so that it never reads what has the descriptor's number by then.
     """
 

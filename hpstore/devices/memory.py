@@ -1,4 +1,4 @@
-"""Files in memory, with the two states that a crash tells apart: written and durable.
+"""Files in memory, with the two states that a crash distinguishes: written and durable.
 
 For tests and for pools that need no persistence. `crash()` does what a power cut does: bytes that
 were never synced read as zeros, names that were never synced are gone or come back.
@@ -266,7 +266,7 @@ class MemoryDevice:
                 file.readers, file.locked = 0, False
 
     def restart(self) -> None:
-        """What the death of all processes leaves: everything written, nobody holding a lock."""
+        """What the death of all processes leaves: everything written, no lock held."""
         with self._lock:
             self._let_go()
             for file in self.files.values():

@@ -1,4 +1,4 @@
-"""What a filesystem asks of direct I/O: statx where the kernel tells, else a real attempt."""
+"""What a filesystem asks of direct I/O: statx where the kernel has it, else a real attempt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MASK_AT, _ALIGN_AT = 0, 0x98  # stx_mask; stx_dio_mem_align and stx_dio_offset_
 
 
 def statx_alignment(fd: int) -> tuple[int, int] | None:
-    """(memory, offset) alignment of O_DIRECT by statx (Linux 6.1); None where it cannot tell.
+    """Return the (memory, offset) alignment of O_DIRECT by statx (Linux 6.1); None if unknown.
 
     (0, 0) means that the file does not take O_DIRECT.
     """

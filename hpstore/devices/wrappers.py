@@ -196,7 +196,7 @@ class WrappedReader:
 
 
 class Bandwidth:
-    """So many bytes a second, of all devices that are given it together. Thread-safe."""
+    """A limit of bytes per second, shared by all devices that are given it. Thread-safe."""
 
     def __init__(self, bytes_per_second: float, clock: Clock | None = None) -> None:
         self._rate, self._clock = bytes_per_second, clock or SystemClock()

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class ManualClock:
-    """A Clock that moves only when it is told to, or when somebody waits on it. Thread-safe."""
+    """A Clock that moves only by advance() or when a caller waits on it. Thread-safe."""
 
     def __init__(self, wall_ms: int = 1_700_000_000_000) -> None:
         self._seconds = 0.0

@@ -5,7 +5,7 @@
         def raw_read(self, device: Device, path: str) -> bytes: ...
         def raw_write(self, device: Device, path: str, data: bytes) -> None: ...
 
-`raw_read` and `raw_write` go round the code under test. The device is new and prepared, and keeps
+`raw_read` and `raw_write` bypass the code under test. The device is new and prepared, and keeps
 at least 64 MiB of retired files when it recycles at all. Needs pytest.
 """
 
@@ -300,7 +300,7 @@ class DeviceContract(CounterContract, ListingContract, RegisterContract, RoomCon
         assert len(self.raw_read(device, "objects/new/@1")) == sizes[1] * MIB
 
     def test_the_header_of_a_new_file_is_blank_until_written(self, device: Device) -> None:
-        """Nobody takes a recycled file for the object that it once was."""
+        """A recycled file is never taken for the object that it once was."""
         store(device, PATH, pattern(2 * MIB, 1))
         device.retire(PATH)
         handle = device.create(2 * MIB)

@@ -1,4 +1,4 @@
-"""A stand-in for a GPU: CPU tensors count as the device's, copies run when somebody orders them.
+"""A stand-in for a GPU: CPU tensors count as the device's, copies run when a test orders them.
 
 It satisfies checkpoint's `Accelerator` by its shape alone; testing lies below checkpoint.
 """
@@ -77,7 +77,7 @@ class FakeAccelerator:
         return sum(arrival.pending for arrival in arrivals)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether take() was told of its memory."""
+        """Whether take() was called for its memory."""
         with self._lock:
             return tensor.untyped_storage().data_ptr() in self._held
 
@@ -98,7 +98,7 @@ class FakeAccelerator:
                 raise ValueError(f"unpin of {address:#x}, where nothing is page-locked")
 
     def copy(self, pairs: list[Pair]) -> FakeArrival:
-        """Note the copies; nothing is read before somebody waits for them or orders them."""
+        """Record the copies; nothing is read before a caller waits for them or orders them."""
         arrival = FakeArrival(self, list(pairs))
         with self._lock:
             self.events.append("copy")

@@ -34,7 +34,7 @@ class FakeMark:
         self._lock = threading.Lock()  # guards _pairs
 
     def done(self) -> bool:
-        """Whether they have run: only when somebody waited."""
+        """Whether they have run: only after a caller has waited."""
         with self._lock:
             return not self._pairs
 
@@ -122,7 +122,7 @@ class FakeGpu:
         return made
 
     def is_there(self, tensor: torch.Tensor) -> bool:
-        """What came out of this one cannot be told from other tensors."""
+        """Return False: tensors of this GPU cannot be distinguished from other tensors."""
         return False
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -138,7 +138,7 @@ class FakeGpu:
         return torch.from_numpy(array)
 
     def enqueue(self, kernel: Callable[[], object]) -> None:
-        """What a user's step gives to the user's stream: it runs when somebody waits for it."""
+        """Queue a kernel of a user's step on the user's stream; it runs when a caller waits."""
         self._stream.append(kernel)
 
     def run(self, count: int | None = None) -> None:
@@ -156,7 +156,7 @@ class FakeGpu:
         fence.run()
 
     def start(self) -> object:
-        """Copies tell their time themselves."""
+        """Return None: copies measure their time themselves."""
         return None
 
     def mark(self, started: object = None) -> FakeMark:

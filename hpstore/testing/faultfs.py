@@ -1,4 +1,4 @@
-"""A directory seen through FUSE that can be told to misbehave. Needs root and /dev/fuse.
+"""A directory seen through FUSE that misbehaves on request. Needs root and /dev/fuse.
 
 What a loop device cannot do: errors by chance, flipped bits, writes that are lost, calls that take
 long or never end, a file system whose server is dead (ENOTCONN on everything).

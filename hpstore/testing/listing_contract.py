@@ -10,7 +10,7 @@ class ListingContract:
     """Part of DeviceContract."""
 
     def test_directories_list_their_names(self, device: Device) -> None:
-        """Files and directories told apart; missing directories are empty."""
+        """Listings distinguish files and directories; missing directories are empty."""
         for path in ("objects/a/@1", "objects/a/@2", "objects/a/b/@3", "objects/c/@4"):
             store(device, path, pattern(PAGE))
         assert set(device.entries("objects/a")) == {

@@ -48,7 +48,7 @@ class LoopFilesystem(Closing):
     process leaves there, `leftovers.sweep` removes. `direct`: the image is read and written past
     the page cache, which would otherwise answer for the disk. `inodes` of an ext4: by its size
     unless given. One thread at a time. Not for use in a read-only or unprivileged container:
-    `loop_mounts_problem` tells.
+    `loop_mounts_problem` returns the reason.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ Wrap = Callable[[str, Device], Device]
 
 
 class FakeClock:
-    """A clock that stands still until it is told to move."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self, wall_ms: int = 1_700_000_000_000) -> None:
         self.now_ms, self.elapsed = wall_ms, 0.0

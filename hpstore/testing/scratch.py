@@ -1,7 +1,7 @@
-"""Scratch directories of fault tests that tell their owner, and the sweep of a dead one's mounts.
+"""Scratch directories of fault tests that name their owner, and the sweep of a dead one's mounts.
 
 A test process that is killed leaves mounts, loop devices and throttles behind. The name of the
-directory holds process and start time, so the next run knows what nobody needs any more.
+directory holds process and start time, so the next run knows which ones have no owner any more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Devices that take their time: seconds a call, or bytes a second that can be set and lifted."""
+"""Slow devices: seconds per call, or a limit of bytes per second that can be set and lifted."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class LatentDevice(DeviceWrapper):
 
 
 class SlowableDevice(DeviceWrapper):
-    """A device that can be limited to so many bytes a second, and let go, while it is in use.
+    """A device whose bytes per second can be limited, and the limit lifted, while it is in use.
 
-    What the limit of a block device does, for those who may not set one. Reads and writes share it.
-    While there is none, batches of reads go to the kernel as they would without this wrapper.
+    It acts as the limit of a block device, for users who may not set one. Reads and writes share
+    it. While there is none, batches of reads go to the kernel as they would without this wrapper.
     """
 
     def __init__(self, inner: Device, clock: Clock | None = None) -> None:

@@ -121,8 +121,10 @@ def _workload(name: str, blocks: int, packages: list[str]) -> tuple[Found, dict[
 
 
 def _ours(trace: CacheTrace, at: int, room: int) -> dict[str, CacheReport]:
-    """Simulations by name. One job's unknown order is told in no way; drawn ahead: what a loader
-    tells of a sampler that nobody knows.
+    """Return the simulations by name.
+
+    If the order is unknown, the cache gets no information about the order of one job. "Drawn
+    ahead" is what a loader passes to the cache for an unknown sampler.
     """
     sized: Found = {"sizes": trace.sizes, "capacity_bytes": room} if trace.sizes is not None else {}
     facts: Found = {"batch": BATCH, "jobs": trace.jobs, "blocks": trace.blocks, **sized}

@@ -39,7 +39,7 @@ def measure_unknown(
     draw: Callable[[np.random.Generator, int, int], Int64s], *, blocks: int, repeats: int,
     drawn_batches: int = 0,
 ) -> Found:  # fmt: skip
-    """A full cache of a fifth of the blocks, order unknown; so many batches are told ahead."""
+    """Measure a full cache of a fifth of the blocks, order unknown, with batches drawn ahead."""
     rng = np.random.default_rng(0)
     policy = CachePolicy(1, blocks, blocks // 5)
     policy.begin_epoch(0)
@@ -60,7 +60,7 @@ def measure_unknown(
 
 
 def measure_known(*, blocks: int, repeats: int) -> Found:
-    """Shuffled epochs, this one and the next foretold; telling them is part of the time."""
+    """Measure shuffled epochs, this one and the next known; passing the order is timed, too."""
     rng = np.random.default_rng(0)
     policy = CachePolicy(1, blocks, blocks // 5)
     policy.hold(rng.permutation(blocks)[: blocks // 5])
@@ -103,7 +103,7 @@ def measure_cost(
 ) -> Found:  # fmt: skip
     """Batches of 256, by order and kind of requests.
 
-    `keep` is told what has been found after each of them, `say` what is being run.
+    `keep` receives the figures so far after each of them, `say` the name of what runs now.
     """
     found: Found = {"blocks": blocks, "batch": BATCH}
     measures: dict[str, Callable[..., Found]] = {

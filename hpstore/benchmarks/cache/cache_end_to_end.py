@@ -64,7 +64,7 @@ def measure_end_to_end(
 ) -> Found:
     """Cases by name, with verdicts. The contenders of a repetition run one after the other.
 
-    `keep` is told what has been found after each repetition, `say` what is being run.
+    `keep` receives the figures so far after each repetition, `say` the name of what runs now.
     """
     with tempfile.TemporaryDirectory(prefix="hpstore-bench-", dir=directory) as root:
         config = _write(Path(root), scale)
@@ -144,7 +144,7 @@ class Contender:
         self.cache = Cache(scale.memory_bytes) if who in (OURS, OPAQUE) else None
 
     def loader(self, **options: Any) -> DataLoader:
-        """A job's, with a data set of its own."""
+        """Return the loader of one job, with a dataset of its own."""
         data = Dataset(self.pool, NAME) if self.lru is None else LruData(self.pool, NAME, self.lru)
         return DataLoader(data, BATCH, cache=self.cache or 0, **options)
 
@@ -177,7 +177,7 @@ def throttled(config: Path, scale: CacheScale) -> Callable[[str], Device]:
 
 
 def _write(root: Path, scale: CacheScale) -> Path:
-    """The data set, at full speed; where its pool is."""
+    """Write the dataset at full speed; return where its pool is."""
     config, rng = root / "pool.toml", np.random.default_rng(SEED)
     places = [root / f"d{number}" for number in range(DEVICES)]
     fields = {"value": Field("uint8", (scale.record_bytes,)), "label": Field("int64")}
@@ -206,7 +206,7 @@ def _epoch(loader: DataLoader) -> Iterator[str]:
 
 
 class Opaque(Sampler[int]):
-    """Somebody's own sampler: nothing is known about it."""
+    """A user's own sampler: nothing is known about it."""
 
     def __init__(self, sampler: Sampler[int]) -> None:
         self._sampler = sampler

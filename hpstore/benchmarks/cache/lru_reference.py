@@ -51,7 +51,7 @@ class Lru:
 
 
 class LruData(Dataset):
-    """A data set whose records are read through an LRU, which others may share."""
+    """A dataset whose records are read through an LRU, which other datasets may share."""
 
     def __init__(self, pool: Pool, name: str, lru: Lru) -> None:
         super().__init__(pool, name)

@@ -100,7 +100,7 @@ class CheckpointRunner:
         self._spec, self._sessions, self._bar = spec, sessions, bar
 
     def repetition(self, peers: Sequence[str]) -> None:
-        """Everybody once."""
+        """Run each peer once."""
         self.found.raw.append(self._one(RAW, raw_session))
         self._clear(RAW)
         for name in (OURS, *peers):

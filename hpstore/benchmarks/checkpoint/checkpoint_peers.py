@@ -61,7 +61,7 @@ def copy_leaves(target: State, found: State) -> None:
 class SaverPeer:
     """One way to save. `loads`: the ways to load what it saved, the first is the usual one.
 
-    Made anew in every process over the same directory.
+    Every process creates its own over the same directory.
     """
 
     name: ClassVar[str] = ""
@@ -101,7 +101,7 @@ class SaverPeer:
         return Timing(blocked_seconds=blocked, durable_seconds=durable)
 
     def forget(self, step: int) -> None:
-        """Delete a step; the discards that follow are waited for, so that nobody else pays."""
+        """Delete a step and wait for the discards that follow, so that no other peer pays."""
         path = self.path(step)
         if path.is_dir():
             shutil.rmtree(path)

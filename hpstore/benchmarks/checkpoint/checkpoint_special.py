@@ -1,8 +1,8 @@
 """Checkpoint figures that have no peer: many small tensors, memory over many saves, partial reads,
 what a save in the background costs the training beside it, staging that overlaps with it.
 
-Each is a session that runs once a benchmark and takes its samples itself, interleaved: nobody is
-compared across sessions here. What this version of hpstore cannot do yet is skipped, with the
+Each is a session that runs once per benchmark and takes its samples itself, interleaved: no figures
+are compared across sessions here. What this version of hpstore cannot do yet is skipped, with the
 reason.
 """
 

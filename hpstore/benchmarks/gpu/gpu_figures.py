@@ -398,7 +398,7 @@ def _choose(fd: int, batch: int) -> None:
 
 
 def torch_gds(directory: Path) -> str:
-    """Stage 7: torch.cuda.gds with 1 and 4 threads: does it hold the interpreter's lock?"""
+    """Stage 7: torch.cuda.gds with 1 and 4 threads: does it hold the GIL?"""
     found = process_detector().detect(str(directory))
     if not hasattr(torch.cuda, "gds"):
         raise NotHere(f"torch {torch.__version__} has no torch.cuda.gds")

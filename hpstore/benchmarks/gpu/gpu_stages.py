@@ -102,7 +102,7 @@ Command = Callable[[GpuStage, Path], Sequence[str]]
 
 
 def stage_command(stage: GpuStage, directory: Path) -> list[str]:
-    """The child: this Python, told nothing by its working directory."""
+    """Return the child's command: this Python, without imports from its working directory."""
     return [sys.executable, "-P", "-m", "hpstore.benchmarks.gpu.gpu_stages",
             "--stage", str(stage.number), "--directory", str(directory)]  # fmt: skip
 

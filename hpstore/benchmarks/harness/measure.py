@@ -12,12 +12,12 @@ Keep = Callable[[dict[str, object]], None]
 
 
 def forget(_: object) -> None:
-    """Nobody wants it."""
+    """Drop a result that is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What every benchmark is told. `directory` None means a temporary one."""
+    """The options of every benchmark. `directory` None means a temporary one."""
 
     directory: Path | None
     size_bytes: int

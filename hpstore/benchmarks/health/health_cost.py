@@ -1,8 +1,8 @@
-"""What the monitor costs a loader: samples a second with it and without it, by turns.
+"""What the monitor costs a loader: samples per second with it and without it, by turns.
 
 A turn is a pool and a loader of its own, so that nothing of one runs beside the other. A B, B A,
-A B ...; the ratio is of neighbours. Processor time a sample, of the whole process, is beside it: it
-is steadier than the clock.
+A B ...; the ratio is of neighbours. Processor time per sample, of the whole process, is beside it:
+it is steadier than the clock.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cost_case(scene: SlowScene, turns: int, seconds: float, done: Callable[[str]
 
 
 def _turn(scene: SlowScene, shuffle: str, seconds: float, *, monitor: bool) -> tuple[float, float]:
-    """Samples a second, and microseconds of processor time each."""
+    """Return samples per second, and microseconds of processor time per sample."""
     arrivals: list[Arrival] = []
     with ExitStack() as stack:
         pool = stack.enter_context(scene.rig.open(POOL, monitor=monitor, read_only=True))

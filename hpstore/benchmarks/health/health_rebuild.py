@@ -1,12 +1,12 @@
-"""Healing after one device of eight was lost: its bandwidth, and what a foreground notices of it.
+"""Rebuild after the loss of one device of eight: its bandwidth, and what foreground reads notice.
 
-The agent heals, in a process of its own and as nice as its systemd unit makes it. Two ways: the
-device was replaced by an empty one, and its columns are made again on it; or it left, and objects
-are laid out anew over the seven that are left, as no device is outside of their stripes.
+The agent rebuilds, in a process of its own and as nice as its systemd unit makes it. There are two
+ways. If an empty device replaced the lost one, its columns are rebuilt on it. If the device left,
+objects are restriped over the seven that remain, as no device is outside of their stripes.
 
-Bandwidth is in bytes written to the new device, or of objects laid out anew. What is allowed is a
-figure (`heal_bytes_per_second`), or the agent's share of the time: alone it is held against the
-bandwidth of the same work at full speed, beside readers against what the agent has measured while
+Bandwidth is in bytes written to the new device, or of restriped objects. What is allowed is a
+figure (`heal_bytes_per_second`), or the agent's share of the time: alone it is compared with the
+bandwidth of the same work at full speed, beside readers with what the agent has measured while
 it worked there.
 """
 
@@ -46,12 +46,12 @@ Found = dict[str, Any]
 
 
 class HealingFailed(HpstoreError):
-    """The agent's process died, was silent, or left something unhealed: there is no figure."""
+    """The agent's process died, was silent, or left columns lost: there is no figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebuildPlan:
-    """What is there to be healed, and how long a foreground is watched before."""
+    """What must be rebuilt, and how long foreground reads are measured before."""
 
     objects: Objects = field(default_factory=lambda: Objects(count=16, stripes=20))
     quiet_seconds: float = 3.0
@@ -79,7 +79,7 @@ class Healed:
 
 
 def agent_process(connection: Connection, toml: str, config: AgentConfig) -> None:
-    """Open the pool, wait for the word, heal until nothing is left, tell when."""
+    """Open the pool, wait for the start message, rebuild until nothing is left, report when."""
     os.nice(NICE)
     try:
         with hpstore.open(toml) as pool, Agent(pool, config) as agent:
@@ -91,8 +91,10 @@ def agent_process(connection: Connection, toml: str, config: AgentConfig) -> Non
 
 
 def _heal(agent: Agent) -> Healed | str:
-    """Rounds until a rebuild has begun and ended, or another has taken its place: rounds that see
-    the loss while it is being made up for ask for one more."""
+    """Run rounds until a rebuild has begun and ended, or another has taken its place.
+
+    Rounds that see the loss during the rebuild ask for one more.
+    """
     until, began, last = time.monotonic() + SILENT_SECONDS, 0.0, None
     due = time.monotonic()
     while time.monotonic() < until:
@@ -112,7 +114,7 @@ def _heal(agent: Agent) -> Healed | str:
 
 @contextmanager
 def _agent(toml: Path, config: AgentConfig) -> Iterator[Callable[[], Healed]]:
-    """An agent that waits; calling it lets it heal. Raises HealingFailed."""
+    """Start an agent that waits; calling the result lets it rebuild. Raises HealingFailed."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=agent_process, args=(there, str(toml), config), daemon=True)
@@ -163,7 +165,7 @@ class Rebuild:
         self._seed = 0
 
     def case(self, repeats: int, anew: int, done: Callable[[str], None]) -> Found:
-        """Both ways; `anew`: how often objects are laid out anew."""
+        """Measure both ways; `anew` is how often objects are restriped."""
         replaced: list[Found] = []
         for _ in range(repeats):
             replaced.append(self._replaced())
@@ -223,7 +225,7 @@ class Rebuild:
         }  # fmt: skip
 
     def _once(self, config: AgentConfig) -> float:
-        """Bytes a second of a rebuild that nothing runs beside."""
+        """Return the bytes per second of a rebuild without foreground reads."""
         nbytes = self._lose_columns()
         with _agent(self.rig.config(POOL), config) as heal:
             found = heal()
@@ -231,8 +233,8 @@ class Rebuild:
         return nbytes / found.seconds
 
     def _watched(self, lose: Callable[[], int], config: AgentConfig) -> Found:
-        """A loss and its healing beside readers: their p99 while all is well, with the device lost,
-        and while it is healed."""
+        """Measure a loss and its rebuild beside readers: their p99 while all devices are healthy,
+        with the device lost, and during the rebuild."""
         p99: dict[str, dict[str, float]] = {}
         with ExitStack() as stack:
             pool = stack.enter_context(self.rig.open(POOL, read_only=True))

@@ -137,7 +137,7 @@ class Rig(Closing):
         return open_url
 
     def drop(self, name: str) -> None:
-        """Remove a pool that nobody has open."""
+        """Remove a pool that no process has open."""
         for directory in self.directories(name):
             shutil.rmtree(directory)
         self.config(name).unlink()

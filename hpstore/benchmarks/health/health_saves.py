@@ -1,7 +1,7 @@
 """Checkpoints while one device of eight is slow (10 MB/s): time until a save is durable.
 
 Saves every few seconds, beside readers of the same process (a trainer's data, by which a slow
-device is found) and without any. Saves until ten seconds after the onset are told, and do not
+device is found) and without any. Saves until ten seconds after the onset are reported, and do not
 count; the ratio is of the median of three saves after them to that of three before the onset.
 """
 

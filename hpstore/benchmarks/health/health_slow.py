@@ -60,7 +60,7 @@ QUICK = RunPhases(warm=0.5, healthy=1.5, found=8.0, found_off=1.0, counted=1.5)
 
 
 class SlowScene:
-    """The pool that all runs open: a data set, and objects for single reads."""
+    """The pool that all runs open: a dataset, and objects for single reads."""
 
     def __init__(self, rig: Rig, data: Data, objects: Objects, phases: RunPhases) -> None:
         self.rig, self.data, self.objects, self.phases = rig, data, objects, phases
@@ -168,7 +168,10 @@ Arrival = tuple[float, int]  # when, and how many samples were there in all then
 
 
 def take(batches: Iterator[int], seconds: float, arrivals: list[Arrival]) -> float:
-    """Take batches for so long; samples a second, from the last batch before to the last one."""
+    """Take batches for `seconds`; return samples per second.
+
+    They count from the last batch before to the last one.
+    """
     before = arrivals[-1] if arrivals else (time.monotonic(), 0)
     until, total, now = time.monotonic() + seconds, before[1], before[0]
     while now < until:

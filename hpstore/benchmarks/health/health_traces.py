@@ -116,7 +116,7 @@ def _stalls(rng: Rng, times: FloatArray) -> None:
 
 
 def _neighbour(_: Rng, times: FloatArray) -> None:
-    """Somebody else's job on one device at a time: 1.3 x for five minutes."""
+    """Another user's job on one device at a time: 1.3 x for five minutes."""
     for number, start in enumerate(range(100, len(times), 300)):
         times[start : start + 150, number % DEVICES] *= 1.3
 

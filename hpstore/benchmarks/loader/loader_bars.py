@@ -37,7 +37,7 @@ def skipped(reason: str) -> Verdict:
 
 
 def rates(found: Figures, key: str = "rate") -> dict[str, list[float]]:
-    """Samples a second of everybody."""
+    """Return samples per second of each contender."""
     return {name: [session[key] for session in sessions] for name, sessions in found.items()}
 
 

@@ -1,7 +1,7 @@
 """Data loaders against peers: same bytes, one run, interleaved, in memory and not.
 
 `hpstore bench loader --peers torch,litdata,...` writes the same samples in every contender's format
-into one directory, first of data set A, then of B (loader_data.py), and reads whole shuffled epochs
+into one directory, first of dataset A, then of B (loader_data.py), and reads whole shuffled epochs
 in processes of their own (sessions.py, loader_sessions.py), contender after contender, repetition
 after repetition, each time with another one first. Cases:
 
@@ -83,7 +83,7 @@ def _figures() -> Figures:
 
 @dataclass(slots=True)
 class LoaderFindings:
-    """What the sessions found about one data set."""
+    """What the sessions found about one dataset."""
 
     cases: defaultdict[str, Figures] = field(default_factory=lambda: defaultdict(_figures))
     lost: defaultdict[int, defaultdict[str, Figures]] = field(
@@ -96,7 +96,7 @@ class LoaderFindings:
 
 
 class LoaderRunner:
-    """Runs the sessions of one data set in one directory."""
+    """Runs the sessions of one dataset in one directory."""
 
     def __init__(
         self, spec: LoaderSpec, sessions: Sessions, bar: Progress, peers: Sequence[str],
@@ -125,7 +125,7 @@ class LoaderRunner:
             self.found.allowed[lost] = 1 / (1 + 3 * share)  # k reads, not one, for what is lost
 
     def repetition(self) -> None:
-        """Everybody once in every case."""
+        """Run each contender once in every case."""
         self.found.raw.append(self._sessions.run(raw_session, self._spec))
         for case in self._cases:
             if case in ("warm", "cold"):
@@ -204,9 +204,10 @@ class LoaderRunner:
 
 
 def in_turn(who: Sequence[Turn], repetition: int) -> list[Turn]:
-    """Who goes first changes from repetition to repetition (0, 1, ...): the last one moves to the
-    front, so neighbours stay neighbours, and nobody is always behind the raw figures, which empty
-    the page cache.
+    """Return the contenders in the order of one repetition (0, 1, ...).
+
+    The last one moves to the front from one repetition to the next, so neighbours stay neighbours,
+    and no contender is always behind the raw figures, which empty the page cache.
     """
     last = -repetition % len(who) if who else 0
     return [*who[last:], *who[:last]]
@@ -279,7 +280,7 @@ def stage_rows(root: Path, device: str, bar: Progress) -> Iterator[tuple[str, Fo
 def report(
     found: LoaderFindings, data: Data, options: Options, ballast: MemoryBallast
 ) -> dict[str, object]:
-    """The JSON of one data set."""
+    """Return the JSON of one dataset."""
     ratios: dict[str, Any] = {}
     if "warm" in found.cases:
         ratios |= bars.warm_verdicts(data.kind, found.cases["warm"])

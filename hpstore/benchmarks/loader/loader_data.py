@@ -31,7 +31,7 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Data:
-    """One data set: `kind` A or B, as many records as a set A of `size_bytes` bytes calls for."""
+    """One dataset: `kind` A or B, as many records as a set A of `size_bytes` bytes calls for."""
 
     kind: str
     size_bytes: int

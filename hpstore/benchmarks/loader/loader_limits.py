@@ -1,4 +1,4 @@
-"""A memory limit for readers, and an empty page cache: what a data set larger than memory meets."""
+"""A memory limit for readers, and an empty page cache: what a dataset larger than memory meets."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def enter(path: Path | None) -> None:
 
 
 def drop_caches(directory: Path, nbytes: int) -> str:
-    """Nothing under a directory is in the page cache afterwards; "", or why not all of it is gone.
+    """Empty the page cache of a directory; return "", or the reason why not all of it is gone.
 
-    The caches of the whole machine go, its directory entries too, unless `nbytes` of data are
-    few: then nobody else is disturbed.
+    The caches of the whole machine are dropped, its directory entries too, unless `nbytes` of data
+    are few: then no other program is disturbed.
     """
     os.sync()
     drop_cache(directory)

@@ -37,7 +37,7 @@ class HpstoreLoader(LoaderPeer):
             write_data_set(pool, self.data, shard_bytes=_shard_bytes(self.data.nbytes))
 
     def open(self) -> Dataset:
-        """The data set, in a pool that lacks `lost` devices."""
+        """Open the dataset in a pool that lacks `lost` devices."""
         if not hasattr(self, "_dataset"):
             config = self.directory / "pool" / "pool.toml"
             if self.lost:
@@ -86,7 +86,7 @@ class HpstoreLoader(LoaderPeer):
 
 
 def write_data_set(pool: hpstore.Pool, data: Data, *, shard_bytes: int) -> None:
-    """All records of `data` as the data set NAME."""
+    """Write all records of `data` as the dataset NAME."""
     shape = (None,) if data.ragged else (int(data.lengths[0]),)
     fields = {"value": Field("uint8", shape), "label": Field("int64")}
     with DatasetWriter(pool, NAME, fields, shard_bytes=shard_bytes) as out:

@@ -57,7 +57,7 @@ def collate_rows(samples: Sequence[tuple[torch.Tensor, int]]) -> Batch:
 
 
 class TorchPeer(LoaderPeer):
-    """torch's DataLoader over a map-style data set."""
+    """torch's DataLoader over a map-style dataset."""
 
     group = "torch"
     workers: ClassVar[int] = 0
@@ -128,7 +128,7 @@ def write_flat(path: Path, data: Data) -> None:
 
 
 def as_it_is(batch: Batch) -> Batch:
-    """The collate_fn of data sets that make batches themselves."""
+    """The collate_fn of datasets that make batches themselves."""
     return batch
 
 

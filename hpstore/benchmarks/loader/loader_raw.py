@@ -27,7 +27,7 @@ SECONDS, SMALL_SECONDS = 3.0, 0.5  # that random reads are measured: of much and
 
 
 class Raw:
-    """One file with all records of a data set, read through O_DIRECT."""
+    """One file with all records of a dataset, read through O_DIRECT."""
 
     def __init__(self, path: Path, data: Data) -> None:
         self._path, self._data = path, data
@@ -43,7 +43,7 @@ class Raw:
             os.sync()
 
     def sequential(self) -> float:
-        """Bytes a second: blocks of 4 MiB in order, 8 threads."""
+        """Return bytes per second: blocks of 4 MiB in order, 8 threads."""
         size = self._path.stat().st_size // BLOCK_BYTES * BLOCK_BYTES or BLOCK_BYTES
         blocks = range(0, size, BLOCK_BYTES)
         memory = threading.local()
@@ -59,7 +59,7 @@ class Raw:
             return total / (time.perf_counter() - began)
 
     def random(self) -> float:
-        """Reads a second of one record's bytes each, at random places, by 32 threads."""
+        """Return reads per second of one record's bytes each, at random places, by 32 threads."""
         end = time.perf_counter() + self._seconds
         places = max(1, self._path.stat().st_size // self.record_bytes)
 
@@ -78,7 +78,7 @@ class Raw:
             return total / (time.perf_counter() - began)
 
     def fio(self) -> tuple[float | None, str]:
-        """The same by fio, io_uring at depth 32: reads a second, or None and why not."""
+        """Measure the same by fio, io_uring at depth 32: reads per second, or None and why not."""
         program = shutil.which("fio")
         if program is None:
             return None, "fio is not installed: the figure of 32 threads stands in"
@@ -100,7 +100,7 @@ class Raw:
             return None, f"fio failed: {words[0] if words else done.returncode}"
 
     def copy(self) -> float:
-        """Samples a second of one copy of a batch, memory to memory, one thread."""
+        """Return samples per second of one copy of a batch, memory to memory, one thread."""
         source = aligned_array(self.record_bytes * BATCH, populate=True)
         target = aligned_array(self.record_bytes * BATCH, populate=True)
         times = []

@@ -167,7 +167,7 @@ def timed_epoch(who: LoaderPeer, number: int, spec: LoaderSpec) -> Found:
 
 
 def raw_session(sections: Sections, spec: LoaderSpec) -> Found:
-    """What the device gives without any loader, in samples a second."""
+    """What the device gives without any loader, in samples per second."""
     raw = Raw(spec.directory / Memmap.store / "flat", spec.data)
     raw.write()
     limits.drop_caches(spec.directory / Memmap.store, spec.data.nbytes)

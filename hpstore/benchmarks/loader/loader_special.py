@@ -55,8 +55,8 @@ def _first(loader: DataLoader) -> float:
 def first_session(sections: Sections, spec: LoaderSpec) -> Found:
     """Seconds to the first batch, construction included, by mode and position; caches dropped.
 
-    Dropped caches take with them what no process has mapped, so also the code of libraries that
-    nobody has used: the process has made a tensor before."""
+    Dropping caches drops what no process has mapped, so also the code of unused libraries: the
+    process has made a tensor before."""
     torch.from_numpy(np.zeros(1))  # who trains has used torch: its pages stay when caches go
     found: Found = {}
     for mode in MODES:
@@ -150,7 +150,7 @@ class _Many(torch.utils.data.Dataset[int]):
 
 
 def state_session(sections: Sections, spec: LoaderSpec) -> Found:
-    """Seconds of state_dict() in mid-epoch, at 1e9 samples and over the data set; the first too."""
+    """Seconds of state_dict() in mid-epoch, at 1e9 samples and over the dataset; the first too."""
     who = _ours(spec, MODES[0])
     found: Found = {}
     many = DataLoader(_Many(), BATCH, shuffle=True)
@@ -200,7 +200,7 @@ def growth_session(sections: Sections, spec: LoaderSpec) -> Found:
 
 
 def read_for_ever(spec: LoaderSpec, told: Connection) -> None:
-    """Of a process that is to be killed: says so once batches come."""
+    """Read without end, in a process that the parent kills; send a message for each batch."""
     loader = _ours(spec, MODES[0]).make()
     while True:
         for _ in loader:

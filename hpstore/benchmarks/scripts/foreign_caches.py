@@ -1,4 +1,4 @@
-"""Other people's cache policies on a trace: a script, run by itself, imported by nobody.
+"""Foreign cache policies on a trace: a script, run by itself, never imported.
 
 libcachesim is under the GPL and theine under its own licence: neither is needed by hpstore,
 nor part of it. Usage: python cache_peers.py TRACE.npz PEER... ; a line of JSON on standard output

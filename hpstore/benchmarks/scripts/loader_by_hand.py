@@ -1,11 +1,11 @@
-"""Figures of the loader that are in no report: a script, run by itself, imported by nobody.
+"""Figures of the loader that are in no report: a script, run by itself, never imported.
 
 Usage, in an empty directory: `python loader_by_hand.py processes` (docs/decisions/0049: functions
 in two threads and in two processes, by turns), `python loader_by_hand.py growth [MODE...]`
 (docs/data.md: the session "growth" of large records, all modes in one process or those that are
-named; the log says which devices sit out), or `python loader_by_hand.py copies KIND BATCH_SIZE...`
+named; the log shows which devices sit out), or `python loader_by_hand.py copies KIND BATCH_SIZE...`
 (docs/decisions/0052: data in memory, A or B, copied past the cache and through it, by turns; 5 GB
-of disk and of memory). JSON, a line a figure.
+of disk and of memory). It prints JSON, one line per figure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH, BATCHES, EPOCHS, TURNS, COPY_TURNS = 256, 100, 4, 3, 10
 
 # Any below: a sample or a batch is the user's
 def in_python(sample: dict[str, Any]) -> dict[str, Any]:
-    """5,000 additions, which hold the interpreter's lock."""
+    """5,000 additions, which hold the GIL."""
     return {**sample, "sum": torch.tensor(sum(range(5000)))}
 
 
@@ -55,7 +55,7 @@ def say(found: dict[str, Any]) -> None:
 
 
 def processes(directory: Path) -> None:
-    """Samples a second, medians of four epochs."""
+    """Return samples per second, medians of four epochs."""
     devices = [directory / f"d{number}" for number in range(6)]
     rng = np.random.default_rng(0)
     fields = {"image": Field("uint8", (12_288,)), "label": Field("int64")}
@@ -104,7 +104,10 @@ def growth(directory: Path, modes: Sequence[str]) -> None:
 
 
 def copies(directory: Path, kind: str, batch_sizes: Sequence[int]) -> None:
-    """Samples a second, medians of whole epochs; batches are taken, or taken and copied on."""
+    """Return samples per second, medians of whole epochs.
+
+    Batches are taken, or taken and copied on.
+    """
     data = Data(kind, SIZE_BYTES)
     if not (directory / "pool").exists():
         (directory / "pool").mkdir()
@@ -130,7 +133,7 @@ def copies(directory: Path, kind: str, batch_sizes: Sequence[int]) -> None:
 
 
 def copied(loader: DataLoader, past: bool, onto: torch.Tensor | None) -> float:
-    """Samples a second of an epoch."""
+    """Return samples per second of an epoch."""
     installed = streaming_copy._installed
     if not past:
         streaming_copy._installed = functools.cache(lambda: None)

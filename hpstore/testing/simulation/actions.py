@@ -424,7 +424,7 @@ class Client:
         return f"memory://d{turn.device}"
 
     def rebuild(self, turn: Turn) -> None:
-        """Make all whole."""
+        """Rebuild all objects."""
         report = self.open_pool.rebuild(include_missing=turn.order % 2 == 1)
         pool, scene = self.open_pool, self.scene
         busy = any(not history.quiet for history in scene.histories.values())

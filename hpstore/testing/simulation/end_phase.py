@@ -1,7 +1,7 @@
-"""The end of a simulation: every device that lives answers, one process heals, all must be well.
+"""The end of a simulation: every live device answers, one process rebuilds, all must be complete.
 
-Then m devices go, and all must still be read; then the horizon of deletes passes and a scrub runs,
-and all must read the same.
+Then m devices go, and all objects must still be readable; then the horizon of deletes passes and a
+scrub runs, and all must read the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SKEW_SECONDS = 4 * 3600.0  # by which clocks were ahead at most: no version is y
 
 
 def end(scene: ActionScene, world: World, schedule: Schedule) -> None:
-    """Heal and look. Notes findings in the scene."""
+    """Rebuild and check. Records findings in the scene."""
     world.note("THE END: all devices that live answer")
     world.held.clear()  # what hangs until now never ends
     for process in world.processes:

@@ -45,7 +45,7 @@ def _no_horizon(exchange: Exchange) -> None:
 
 
 def _sweeps_without_raising(exchange: Exchange) -> None:
-    """r02: a sweep removes what is old by its clock, and tells no device."""
+    """r02: a sweep removes what is old by its clock, and raises the horizon on no device."""
     exchange(sweep, "raise_horizons", lambda store, counter: True)
 
 

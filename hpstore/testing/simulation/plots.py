@@ -74,8 +74,8 @@ class Plot:
 
 
 def overtaken(plot: Plot) -> None:
-    """A writer is suspended between two renames; others heal or change the pool; then it goes on,
-    fails or dies."""
+    """A writer is suspended between two renames; others rebuild or change the pool; then it
+    continues, fails or dies."""
     plot.say("put", plot.writer, key="k0")
     nth, after = plot.rename()
     faults = [Fault(kind="pause", where="publish", nth=nth, after=after, firm=True,

@@ -91,7 +91,7 @@ class Process:
         self.waits = 0
 
     def begin(self, turn: Turn) -> None:
-        """Count anew."""
+        """Start counting again."""
         self.turn, self.left = turn, list(turn.faults)
         self.counts.clear()
         self.failing.clear()
