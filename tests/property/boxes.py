@@ -12,7 +12,8 @@ import torch
 from hypothesis import strategies as st
 
 from hpstore.checkpoint.format.items import Box, Item, whole
-from hpstore.checkpoint.restore.read_items import SegmentReads, _Framed
+from hpstore.checkpoint.restore.range_targets import FramedTarget
+from hpstore.checkpoint.restore.read_items import SegmentReads
 from hpstore.codec.galois import Bytes
 from hpstore.errors import IntegrityError
 
@@ -85,7 +86,7 @@ def deliver_all(segments: dict[int, Bytes], reads: Sequence[Any], draw: Any = No
             edges = [low, *cuts, high]
             pieces += [(a, b) for a, b in itertools.pairwise(edges) if a < b]
         first = draw(st.integers(0, len(pieces))) if draw else 0
-        framed = any(isinstance(read.landing, _Framed) for read in mine)
+        framed = any(isinstance(read.landing, FramedTarget) for read in mine)
         wrong = memory if framed else memory ^ np.uint8(1)
         with contextlib.suppress(IntegrityError):
             for low, high in pieces[:first]:

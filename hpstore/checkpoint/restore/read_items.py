@@ -12,16 +12,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
 
 from hpstore.checkpoint.format.items import FRAME_BYTES, Box, Item, by_name
 from hpstore.checkpoint.format.pack import Segment
-from hpstore.checkpoint.format.segment_codecs import decode
 from hpstore.checkpoint.format.segment_plan import Chunk
+from hpstore.checkpoint.restore.range_targets import (
+    FramedTarget,
+    GatherTarget,
+    ItemCheck,
+    ItemDigest,
+    MemoryTarget,
+    TensorTarget,
+    raw_bytes,
+)
 from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
@@ -36,13 +42,6 @@ _READERS = 4
 _WARM_BYTES = 512 * KIB  # hashed while it is still in the processor's cache
 
 
-class TensorTarget(Protocol):
-    """Takes the bytes of one stored range, in order, beginning anew when they come again."""
-
-    def take(self, at: int, data: Bytes) -> None:
-        """Bytes at `at` of the range; good until the return."""
-
-
 @dataclass(slots=True, kw_only=True)
 class RangeRead:
     """One range of a segment that somebody wants."""
@@ -55,123 +54,6 @@ class RangeRead:
     hashed: bool  # compared with the item's hash once it is complete
 
 
-class _Digest:
-    """Hash of an item over all its reads, which come in order."""
-
-    def __init__(self, item: Item) -> None:
-        self._item, self._hash, self._at = item, xxhash.xxh3_128(), 0
-
-    def take(self, at: int, data: Bytes, total: int) -> None:
-        if at == 0:
-            self._hash.reset()
-            self._at = 0
-        if at != self._at:
-            raise IntegrityError(f"item {self._item.name!r} was read out of order")
-        self._hash.update(data.data)
-        self._at += len(data)
-        if self._at == total and self._hash.hexdigest() != self._item.digest:
-            raise IntegrityError(
-                f"item {self._item.name!r} does not match the hash it was saved with"
-            )
-
-
-class _Into:
-    """Into memory that lies as the stored bytes do."""
-
-    def __init__(self, target: Bytes, digest: _Digest | None) -> None:
-        self._target, self._digest = target, digest
-
-    def take(self, at: int, data: Bytes) -> None:
-        if self._digest is not None:  # first: the copy then finds it in the processor's cache
-            self._digest.take(at, data, len(self._target))
-        self._target[at : at + len(data)] = data
-
-
-class _Gather:
-    """Into a buffer, and from there, strided, cast or over a bus, into a tensor."""
-
-    def __init__(
-        self, target: torch.Tensor, dtype: torch.dtype, strides: Sequence[int], length: int,
-        digest: tuple[_Digest, int, int] | None,
-    ) -> None:  # fmt: skip
-        self._target, self._dtype, self._strides = target, dtype, strides
-        self._length, self._digest = length, digest
-        self._buffer: Bytes | None = None
-
-    def take(self, at: int, data: Bytes) -> None:
-        if self._buffer is None:
-            self._buffer = np.empty(self._length, np.uint8)
-        self._buffer[at : at + len(data)] = data
-        if self._digest is not None:
-            digest, base, total = self._digest
-            digest.take(base + at, data, total)
-        if at + len(data) == self._length:
-            flat = torch.from_numpy(self._buffer).view(self._dtype)
-            with torch.no_grad():
-                self._target.copy_(flat.as_strided(self._target.shape, self._strides))
-            self._buffer = None
-
-
-class _Check:
-    """Hashes an item, keeps nothing; notes it when it is not what was saved."""
-
-    def __init__(self, item: Item, damaged: list[str], seen: Callable[[int], None] | None) -> None:
-        self._item, self._damaged, self._digest, self._seen = item, damaged, _Digest(item), seen
-
-    def take(self, at: int, data: Bytes) -> None:
-        if self._seen is not None:
-            self._seen(len(data))
-        try:
-            self._digest.take(at, data, _raw_bytes(self._item))
-        except IntegrityError:
-            self._damaged.append(self._item.name)
-
-
-class _Framed:
-    """Decompresses frames; hands on the raw bytes that are wanted of them."""
-
-    def __init__(
-        self,
-        codec: str,
-        lengths: Sequence[int],
-        raw: Sequence[int],
-        skip: int,
-        inner: TensorTarget,
-        length: int,
-    ) -> None:
-        self._codec, self._raw, self._inner = codec, raw, inner
-        self._ends = list(itertools.accumulate(lengths))
-        self._starts = [0, *self._ends[:-1]]
-        self._skip, self._length = skip, length
-        self._buffer: Bytes = np.empty(max(lengths), np.uint8)
-        self._frame = 0
-        self._given = 0
-
-    def take(self, at: int, data: Bytes) -> None:
-        if at == 0:
-            self._frame = self._given = 0
-        while len(data):
-            start, end = self._starts[self._frame], self._ends[self._frame]
-            count = min(len(data), end - at)
-            self._buffer[at - start : at - start + count] = data[:count]
-            at, data = at + count, data[count:]
-            if at == end:
-                self._finish(end - start)
-
-    def _finish(self, stored: int) -> None:
-        out: Bytes = np.empty(self._raw[self._frame], np.uint8)
-        decode(self._codec, self._buffer[:stored], out)
-        first = self._skip if self._frame == 0 else 0
-        wanted = out[first : first + self._length - self._given]
-        self._inner.take(self._given, wanted)
-        self._given += len(wanted)
-        self._frame += 1
-
-
-def _raw_bytes(item: Item) -> int:
-    return item.box.count * dtype_named(item.dtype).itemsize
-
-
 def _stored_read(
     item: Item, low: int, high: int, landing: TensorTarget, *, hashed: bool
 ) -> RangeRead:
@@ -180,11 +62,11 @@ def _stored_read(
         return RangeRead(segment=item.segment, start=item.offset + low, end=item.offset + high,
                     landing=landing, item=item, hashed=hashed)  # fmt: skip
     first, last = low // FRAME_BYTES, -(-high // FRAME_BYTES)
-    total = _raw_bytes(item)
+    total = raw_bytes(item)
     raw = [min(FRAME_BYTES, total - n * FRAME_BYTES) for n in range(first, last)]
     start = item.offset + sum(item.frames[:first])
     lengths = item.frames[first:last]
-    framed = _Framed(
+    framed = FramedTarget(
         item.codec, lengths, raw, low - first * FRAME_BYTES, landing, high - low
     )  # fmt: skip
     return RangeRead(segment=item.segment, start=start, end=start + sum(lengths), landing=framed,
@@ -223,7 +105,7 @@ def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[RangeRead]:
     width = dtype_named(item.dtype).itemsize
     target = wanted.tensor
     is_all = common == item.box
-    digest = _Digest(item) if is_all and item.digest else None
+    digest = ItemDigest(item) if is_all and item.digest else None
     if is_all and common == wanted.box and _plain(target, item.dtype):  # most of all reads
         return [_plain_read(target, item, 0, common.count * width, digest)]
     for axis, (low, origin, size) in enumerate(
@@ -242,12 +124,12 @@ def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[RangeRead]:
 
 
 def _plain_read(
-    target: torch.Tensor, item: Item, low: int, high: int, digest: _Digest | None
+    target: torch.Tensor, item: Item, low: int, high: int, digest: ItemDigest | None
 ) -> RangeRead:  # fmt: skip
     """The read of raw bytes [low, high) straight into a tensor that lies as they do."""
     # not reshape(-1): that keeps the stride of a single element, which has any
     flat = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy()
-    return _stored_read(item, low, high, _Into(flat, digest), hashed=digest is not None)
+    return _stored_read(item, low, high, MemoryTarget(flat, digest), hashed=digest is not None)
 
 
 def _plain(target: torch.Tensor, dtype: str) -> bool:
@@ -262,14 +144,14 @@ def _plain(target: torch.Tensor, dtype: str) -> bool:
 
 def _gathered(
     target: torch.Tensor, item: Item, span: tuple[int, int], strides: list[int],
-    digest: _Digest | None,
+    digest: ItemDigest | None,
 ) -> list[RangeRead]:  # fmt: skip
     """Row batches: neighbouring rows as one range, far ones each for itself."""
     dtype = dtype_named(item.dtype)
-    width, total = dtype.itemsize, _raw_bytes(item)
+    width, total = dtype.itemsize, raw_bytes(item)
     if target.dim() == 0:
         where = (digest, 0, total) if digest else None
-        landing = _Gather(target, dtype, (), width, where)
+        landing = GatherTarget(target, dtype, (), width, where)
         return [_stored_read(item, *span, landing, hashed=digest is not None)]
     row = strides[0] * width
     tail = width * (
@@ -282,7 +164,7 @@ def _gathered(
         low = span[0] + first * row
         length = (count - 1) * row + tail
         where = (digest, low, total) if digest else None
-        landing = _Gather(target.narrow(0, first, count), dtype, strides, length, where)
+        landing = GatherTarget(target.narrow(0, first, count), dtype, strides, length, where)
         found.append(_stored_read(item, low, low + length, landing, hashed=digest is not None))
     return found
 
@@ -424,7 +306,7 @@ def bytes_read(item: Item, target: bytearray) -> list[RangeRead]:
     if not item.length:
         return []
     flat: Bytes = np.frombuffer(target, np.uint8)
-    return [_stored_read(item, 0, len(target), _Into(flat, _Digest(item)), hashed=True)]
+    return [_stored_read(item, 0, len(target), MemoryTarget(flat, ItemDigest(item)), hashed=True)]
 
 
 def check_items(
@@ -442,7 +324,7 @@ def check_items(
     for number in range(len(segments)):
         mine = [item for item in items if item.segment == number and item.length]
         reads = [
-            _stored_read(item, 0, _raw_bytes(item), _Check(item, damaged, seen), hashed=True)
+            _stored_read(item, 0, raw_bytes(item), ItemCheck(item, damaged, seen), hashed=True)
             for item in mine
         ]
         try:
