@@ -11,6 +11,13 @@ from dataclasses import replace
 
 from hpstore.format.records import DeviceState
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState, worst_of
+from hpstore.health.policy.device_history import (
+    ABSENT,
+    drain_reason,
+    entered,
+    observed,
+    sitout_seconds,
+)
 from hpstore.health.policy.guards import (
     DAY_SECONDS,
     HOUR_SECONDS,
@@ -37,7 +44,6 @@ from hpstore.health.policy.states import (
 )
 
 _GONE = (HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED)
-_ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
 _SPARED = (HealthState.SITOUT, HealthState.PROBATION)
 _ASKED = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)  # what becomes of it is decided here
 
@@ -116,19 +122,7 @@ class PolicyTurn:
     def enter(self, device: str, state: HealthState, reason: str, **changes: object) -> None:
         """Move a device to another state, and write why."""
         health = self.devices[device]
-        if health.state is HealthState.SITOUT:
-            changes = {"manual": False, **changes}
-            if len(health.sat_out) < len(health.sitouts):  # not an operator's
-                sat = (*health.sat_out, self.now - health.since_seconds)
-                changes = {"sat_out": sat, **changes}
-        recent = tuple(at for at in health.changes if self.now - at < HOUR_SECONDS)
-        self.set(
-            device,
-            **{
-                "state": state, "since_seconds": self.now, "changes": (*recent, self.now)[-64:],
-                "refused": "", "asked_seconds": 0.0, "asked": "", "confirmed": False, **changes,
-            },
-        )  # fmt: skip
+        self.devices[device] = entered(health, state, self.now, **changes)
         self.log(device, health.state, state, reason)
 
     def refuse(self, device: str, wish: str, why: str) -> None:
@@ -155,27 +149,8 @@ class PolicyTurn:
 
     def note(self, device: str, verdict: DeviceVerdict | None) -> None:
         """Remember since when a device has been quiet or away; let what is old go."""
-        health, fact = self.devices[device], self.facts.devices[device]
-        quiet = health.quiet_since_seconds
-        quiet = None if verdict else (self.now if quiet is None else quiet)
-        away = None if fact.present else health.gone_since_seconds
-        if not fact.present and away is None:
-            away = self.now
-        here = None if not fact.present else health.here_since_seconds
-        changes: dict[str, object] = {}
-        if fact.present and here is None:
-            here = self.now
-            if health.state in _ABSENT:
-                changes = {"asked_seconds": 0.0}  # it need not wait for what was asked before
-        old = sum(self.now - at >= DAY_SECONDS for at in health.sitouts)
-        if old:
-            changes |= {"sitouts": health.sitouts[old:], "sat_out": health.sat_out[old:]}
-        if health.level and self.now - health.level_since_seconds >= DAY_SECONDS:
-            changes |= {"level": health.level - 1, "level_since_seconds": self.now}
-        self.set(
-            device, quiet_since_seconds=quiet, gone_since_seconds=away, here_since_seconds=here,
-            score=verdict.score if verdict else 0.0, **changes,
-        )  # fmt: skip
+        fact = self.facts.devices[device]
+        self.devices[device] = observed(self.devices[device], fact, verdict, self.now)
 
     def involuntary(self, device: str, verdict: DeviceVerdict | None) -> None:
         """Absence, faults, evictions by others, and what returns from them."""
@@ -200,7 +175,7 @@ class PolicyTurn:
         if health.lapsed and fact.pool_state is DeviceState.DRAINING:
             self._cut_short(device)
             return
-        returns = health.state in _ABSENT  # what it failed while it was away is forgiven
+        returns = health.state in ABSENT  # what it failed while it was away is forgiven
         if verdict is not None and verdict.state is HealthState.FAULTED and not returns:
             if health.state is not HealthState.FAULTED:
                 self.enter(device, HealthState.FAULTED, verdict.reason)
@@ -347,15 +322,9 @@ class PolicyTurn:
         health = self.devices[device]
         if device not in kept_off(self.devices, self.facts):
             self.state = replace(self.state, removals=(*self.state.removals, self.now))
-        length = min(
-            self.config.sitout_seconds * 2.0 ** min(health.level, 30),
-            self.config.sitout_most_seconds,
-        )
-        self.enter(
-            device, HealthState.SITOUT, reason,
-            **{"until_seconds": self.now + length, "sitouts": (*health.sitouts, self.now),
-               **changes},
-        )  # fmt: skip
+        until = self.now + sitout_seconds(health, self.config)
+        changes = {"until_seconds": until, "sitouts": (*health.sitouts, self.now), **changes}
+        self.enter(device, HealthState.SITOUT, reason, **changes)
 
     def _suspect(self, device: str, verdict: DeviceVerdict | None) -> None:
         health = self.devices[device]
@@ -377,14 +346,7 @@ class PolicyTurn:
         health, fact, config = self.devices[device], self.facts.devices[device], self.config
         if health.manual:
             return
-        sat = sum(health.sat_out) + self.now - health.since_seconds
-        reason = ""
-        if fact.writes_slow:
-            reason = "its writes are slow, too"
-        elif len(health.sitouts) >= config.strikes:
-            reason = f"{len(health.sitouts)} sit-outs within a day"
-        elif sat > config.sat_out_most_seconds:
-            reason = f"{sat / 60:.0f} minutes sat out within a day"
+        reason = drain_reason(health, fact, self.now, config)
         if reason and self._drain(device, reason):
             return
         well = fact.probes >= config.probes_least and fact.probe_ratio < config.probe_ratio_most

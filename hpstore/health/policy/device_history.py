@@ -1,0 +1,79 @@
+"""What is remembered of a device from one round of the policy to the next. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
+from hpstore.health.policy.guards import DAY_SECONDS, HOUR_SECONDS
+from hpstore.health.policy.states import DeviceFacts, DeviceHealth, PolicyConfig
+
+ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
+_MOST_CHANGES = 64  # of a device are remembered
+
+
+def observed(
+    health: DeviceHealth, fact: DeviceFacts, verdict: DeviceVerdict | None, now_seconds: float
+) -> DeviceHealth:
+    """Since when a device has been quiet, away or back; what is a day old is dropped."""
+    quiet = health.quiet_since_seconds
+    quiet = None if verdict else (now_seconds if quiet is None else quiet)
+    away = None if fact.present else health.gone_since_seconds
+    if not fact.present and away is None:
+        away = now_seconds
+    here = None if not fact.present else health.here_since_seconds
+    changes: dict[str, object] = {}
+    if fact.present and here is None:
+        here = now_seconds
+        if health.state in ABSENT:
+            changes = {"asked_seconds": 0.0}  # it need not wait for what was asked before
+    old = sum(now_seconds - at >= DAY_SECONDS for at in health.sitouts)
+    if old:
+        changes |= {"sitouts": health.sitouts[old:], "sat_out": health.sat_out[old:]}
+    if health.level and now_seconds - health.level_since_seconds >= DAY_SECONDS:
+        changes |= {"level": health.level - 1, "level_since_seconds": now_seconds}
+    changes |= {
+        "quiet_since_seconds": quiet, "gone_since_seconds": away, "here_since_seconds": here,
+        "score": verdict.score if verdict else 0.0,
+    }  # fmt: skip
+    return replace(health, **changes)  # type: ignore[arg-type]
+
+
+def entered(
+    health: DeviceHealth, state: HealthState, now_seconds: float, **changes: object
+) -> DeviceHealth:
+    """A device as it enters another state: refusals and requests of the one before are over."""
+    if health.state is HealthState.SITOUT:
+        changes = {"manual": False, **changes}
+        if len(health.sat_out) < len(health.sitouts):  # not an operator's
+            sat = (*health.sat_out, now_seconds - health.since_seconds)
+            changes = {"sat_out": sat, **changes}
+    recent = tuple(at for at in health.changes if now_seconds - at < HOUR_SECONDS)
+    changes = {
+        "state": state, "since_seconds": now_seconds,
+        "changes": (*recent, now_seconds)[-_MOST_CHANGES:],
+        "refused": "", "asked_seconds": 0.0, "asked": "", "confirmed": False, **changes,
+    }  # fmt: skip
+    return replace(health, **changes)  # type: ignore[arg-type]
+
+
+def sitout_seconds(health: DeviceHealth, config: PolicyConfig) -> float:
+    """Length of the next sit-out: twice as long for every failed probation of the last days."""
+    return min(config.sitout_seconds * 2.0 ** min(health.level, 30), config.sitout_most_seconds)
+
+
+def drain_reason(
+    health: DeviceHealth, fact: DeviceFacts, now_seconds: float, config: PolicyConfig
+) -> str:
+    """Why a device that sits out should be drained; "" when it may return."""
+    sat = sum(health.sat_out) + now_seconds - health.since_seconds
+    if fact.writes_slow:
+        return "its writes are slow, too"
+    if len(health.sitouts) >= config.strikes:
+        return f"{len(health.sitouts)} sit-outs within a day"
+    if sat > config.sat_out_most_seconds:
+        return f"{sat / 60:.0f} minutes sat out within a day"
+    return ""
+
+
+__all__ = ["ABSENT", "drain_reason", "entered", "observed", "sitout_seconds"]
