@@ -58,32 +58,6 @@ class PoolFileSystem(PoolListing):
     exclusive write that finds an object raises FileExistsError.
     """
 
-    # --- directories ------------------------------------------------------------------------
-
-    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
-        """Make an empty directory, which this process alone knows until an object is in it."""
-        if not create_parents and not self.isdir(self._parent(path)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._parent(path))
-        self.makedirs(path, exist_ok=False)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """As mkdir, with the directories above. Raises FileExistsError, over an object always."""
-        place = self._place(path)
-        there = self._type(path)
-        if there == "file" or (there and not exist_ok):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
-        if place.key:
-            place.mount.make(place.key)
-
-    def rmdir(self, path: str) -> None:
-        """Remove an empty directory."""
-        place = self._place(path)
-        if not self._is_directory(place):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        if self._tree(place, 1) or not place.key:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        place.mount.forget(place.key)
-
     # --- reading ----------------------------------------------------------------------------
 
     def open(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
@@ -441,11 +415,6 @@ class PoolFileSystem(PoolListing):
             place = self._object(path)
             found.setdefault(place.mount, {})[place.key] = path
         return found
-
-    def _forget(self, directories: Iterable[str]) -> None:
-        for name in directories:
-            place = self._place(name)
-            place.mount.forget(place.key)
 
     def mv(
         self,

@@ -1,10 +1,10 @@
-"""Looking around in the fsspec file system: info, ls, find. Nothing is cached."""
+"""Directories of the fsspec file system: info, ls, find, mkdir, rmdir. Nothing is cached."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,7 +19,7 @@ _Facts = dict[str, Any]  # Any: what fsspec calls an info, values of several typ
 
 
 class PoolListing(PoolPaths):
-    """What the file system shows; PoolFileSystem has the rest."""
+    """What the file system shows, and its directories; PoolFileSystem has the rest."""
 
     def _tree(self, place: ParsedPath, maxdepth: int | None = None) -> Tree:
         """What lies below; one walk over the keys under the prefix, whatever the depth."""
@@ -147,6 +147,35 @@ class PoolListing(PoolPaths):
             except ConfigError as error:  # what is named is there no more
                 self.mounts.is_gone(name, error)
         return out if detail else list(out)
+
+    def mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        """Make an empty directory, which this process alone knows until an object is in it."""
+        if not create_parents and not self.isdir(self._parent(path)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._parent(path))
+        self.makedirs(path, exist_ok=False)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """As mkdir, with the directories above. Raises FileExistsError, over an object always."""
+        place = self._place(path)
+        there = self._type(path)
+        if there == "file" or (there and not exist_ok):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+        if place.key:
+            place.mount.make(place.key)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        place = self._place(path)
+        if not self._is_directory(place):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        if self._tree(place, 1) or not place.key:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        place.mount.forget(place.key)
+
+    def _forget(self, directories: Iterable[str]) -> None:
+        for name in directories:
+            place = self._place(name)
+            place.mount.forget(place.key)
 
     def created(self, path: str) -> datetime:
         """When the object was put, in UTC."""
