@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,6 +22,7 @@ from hpstore.loaders.cache.source_state import (
     BlockFetch,
     Fetched,
     FetchTurn,
+    Landing,
     ReaderJob,
     Room,
     SourceState,
@@ -212,21 +212,11 @@ class Core:
         """Note requests, and which of them found their block."""
         ahead = stock.marks[blocks] & AHEAD != 0
         stock.log.record(blocks, here & ~ahead)  # a prefetch was a fetch, as a miss is
-        used = self._clear_ahead(stock, blocks[here & ahead]) if ahead.any() else _NONE
+        used = stock.clear_ahead(blocks[here & ahead]) if ahead.any() else _NONE
         if len(used):
             self.tally.add(
                 prefetch_used_total=len(used), prefetch_used_bytes=bytes_of(stock.sizes, used)
             )
-
-    @staticmethod
-    def _clear_ahead(stock: SourceState, blocks: Int64s) -> Int64s:
-        """Those that a prefetch brought and nobody has asked for; their credit comes back."""
-        marked: Int64s = blocks[stock.marks[blocks] & AHEAD != 0]
-        if len(marked):
-            marked = np.unique(marked)
-            stock.marks[marked] &= np.uint8(0xFF ^ AHEAD)
-            stock.ahead_bytes -= bytes_of(stock.sizes, marked)
-        return marked
 
     def wait(self, late: Sequence[tuple[int, int, BlockFetch]]) -> None:
         """Until all of these flights have ended, or it takes too long."""
@@ -260,7 +250,7 @@ class Core:
             heads = self._take_pages(stock, room, kept)
             kept = kept[: len(heads)]
             self.writing += 1
-        landing = _Landing(stock, room, fetched, kept, heads)
+        landing = Landing(stock, room, fetched, kept, heads)
         try:
             for one, head in zip(kept, heads.tolist(), strict=True):
                 room.pages.write(head, one.data)
@@ -286,12 +276,9 @@ class Core:
         """First pages for as many of these as there is room for."""
         if room is not self.room or stock.replaced or not kept:
             return np.empty(0, np.int32)
-        counts = room.pages.pages_each(np.array([len(one.data) for one in kept], np.int64))
-        fitting = int(np.searchsorted(np.cumsum(counts), room.free.ready_count, side="right"))
-        counts = counts[:fitting]
-        return room.pages.chain(room.free.take(int(counts.sum())), counts)
+        return room.take(np.array([len(one.data) for one in kept], np.int64))
 
-    def _end_landing(self, landing: _Landing) -> list[Fetched]:
+    def _end_landing(self, landing: Landing) -> list[Fetched]:
         """Publish, unless somebody waits for a copy: then those blocks."""
         with self.lock:  # also what is kept may be gone again before they look
             lacking = [o for o in landing.fetched if o.flight.waiting and o.flight.data is None]
@@ -299,7 +286,7 @@ class Core:
                 self._publish(landing, whole=True)
         return lacking
 
-    def _publish(self, landing: _Landing, *, whole: bool) -> None:
+    def _publish(self, landing: Landing, *, whole: bool) -> None:
         """Make blocks visible and end their flights; pages without use go back."""
         self.writing -= 1
         stock, room, lost = landing.stock, landing.room, []
@@ -396,7 +383,7 @@ class Core:
         there = heads >= 0
         blocks, heads = blocks[there], heads[there]
         stock.first[blocks] = NO_PAGE
-        unused = self._clear_ahead(stock, blocks)
+        unused = stock.clear_ahead(blocks)
         self.tally.add(
             evicted_total=len(blocks), prefetch_wasted_total=len(unused),
             prefetch_wasted_bytes=bytes_of(stock.sizes, unused),
@@ -482,15 +469,6 @@ class Core:
             with self.lock:
                 self._copies -= nbytes
             part.cancel(chosen, taken.drop)
-
-
-@dataclass(frozen=True, slots=True)
-class _Landing:
-    stock: SourceState
-    room: Room
-    fetched: Sequence[Fetched]
-    kept: Sequence[Fetched]
-    heads: Int32s  # of the kept
 
 
 __all__ = ["Core"]

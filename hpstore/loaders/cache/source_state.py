@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.cache.block_source import BlockSource, total_bytes
+from hpstore.loaders.cache.block_source import BlockSource, bytes_of, total_bytes
 from hpstore.loaders.cache.decisions import Policy
 from hpstore.loaders.cache.disk_tier import DiskPart
 from hpstore.loaders.cache.page_allocator import FoundPages, FreePages, Int32s, Pages
@@ -44,6 +45,13 @@ class Room:
 
     pages: Pages
     free: FreePages
+
+    def take(self, sizes: Int64s) -> Int32s:
+        """First pages for blocks of these sizes: as many from the first on as there is room for."""
+        counts = self.pages.pages_each(sizes)
+        fitting = int(np.searchsorted(np.cumsum(counts), self.free.ready_count, side="right"))
+        counts = counts[:fitting]
+        return self.pages.chain(self.free.take(int(counts.sum())), counts)
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +239,15 @@ class SourceState:
         sources = [job.source for job in self.jobs.values() if job.source is not None]
         self.source = sources[0] if sources else None
 
+    def clear_ahead(self, blocks: Int64s) -> Int64s:
+        """Those that a prefetch brought and no request has asked for; their credit comes back."""
+        marked: Int64s = blocks[self.marks[blocks] & AHEAD != 0]
+        if len(marked):
+            marked = np.unique(marked)
+            self.marks[marked] &= np.uint8(0xFF ^ AHEAD)
+            self.ahead_bytes -= bytes_of(self.sizes, marked)
+        return marked
+
 
 @dataclass(slots=True, eq=False)
 class Fetched:
@@ -239,6 +256,17 @@ class Fetched:
     block: int
     flight: BlockFetch
     data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """Blocks of one call on their way into the pages that were taken for them."""
+
+    stock: SourceState
+    room: Room
+    fetched: Sequence[Fetched]
+    kept: Sequence[Fetched]
+    heads: Int32s  # of the kept
 
 
 __all__ = [
@@ -253,4 +281,5 @@ __all__ = [
     "Room",
     "SourceState",
     "FetchTurn",
+    "Landing",
 ]
