@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.errors import ConfigError
 from hpstore.loaders.policy.block_stats import Table
 from hpstore.loaders.policy.cache_plan import Bools, CachePlan, Floats, Int32s, Int64s, WantedBlocks
 from hpstore.loaders.policy.next_use import Outlook
+from hpstore.loaders.policy.policy_checks import STATE_VERSION, check_arrays, check_sizes
 from hpstore.loaders.policy.resident_set import EXACT, Residents
 from hpstore.loaders.policy.unique_blocks import distinct, in_order
 
@@ -18,11 +18,6 @@ _CANDIDATES = 8  # for every victim
 _TOGETHER = 32  # newcomers set against drawn residents; up to 8 times as many if so many win
 _SCAN = 4096  # foretold requests looked at in one go
 _FLIGHT = np.uint8(1)
-_VERSION = 1
-_ALWAYS = (
-    "policy", "residents", "learner_keys", "learner_clock", "phases_seen", "phases_made",
-    "phases_length", "rates", "made", "period",
-)  # fmt: skip
 
 
 class CachePolicy:
@@ -47,7 +42,7 @@ class CachePolicy:
         self, sizes: int | Int64s, blocks: int, capacity_bytes: int, *, jobs: int = 1,
         seed: int = 0, request_cost_bytes: int = 0,
     ) -> None:  # fmt: skip
-        total = _check_sizes(sizes, blocks, jobs, capacity_bytes)
+        total = check_sizes(sizes, blocks, jobs, capacity_bytes)
         self.blocks, self.jobs, self.capacity_bytes = blocks, jobs, capacity_bytes
         self._sizes, self._cost = sizes, request_cost_bytes
         self._equal_bytes = sizes if isinstance(sizes, int) else 0
@@ -275,7 +270,7 @@ class CachePolicy:
         Not foretold orders: they are told again.
         """
         draws = (self._residents.draws, self._together)
-        made = np.array([_VERSION, self.blocks, self.jobs, *draws])
+        made = np.array([STATE_VERSION, self.blocks, self.jobs, *draws])
         found = {"policy": made, "residents": self._residents.listed(), **self._outlook.state()}
         return {name: np.array(array) for name, array in found.items()}
 
@@ -288,7 +283,8 @@ class CachePolicy:
         left out. Nothing is in flight or pinned. Raises ConfigError (nothing changed) when arrays
         are missing, have other shapes or were made for another number of blocks or jobs.
         """
-        self._check_arrays(arrays)
+        check_arrays(arrays, self.blocks, self.jobs)
+        self._outlook.check(arrays)
         there = arrays["residents"].astype(np.int64) if residents is None else residents
         there = self._checked(there)
         self._outlook.load(arrays)
@@ -298,22 +294,6 @@ class CachePolicy:
         self._state[:] = 0
         self._pins = np.empty(0, np.uint8)
         self.hold(there)
-
-    def _check_arrays(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
-        missing = sorted(set(_ALWAYS) - set(arrays))
-        if missing:
-            raise ConfigError(f"a saved cache policy lacks {missing}: start without it")
-        odd = [name for name, array in arrays.items() if array.dtype.kind not in "biuf"]
-        if odd or arrays["policy"].shape != (5,):
-            raise ConfigError(f"a saved cache policy has no numbers in {odd}: start without it")
-        made = tuple(arrays["policy"].astype(np.int64)[:3].tolist())
-        wanted = (_VERSION, self.blocks, self.jobs)
-        if made != wanted:
-            raise ConfigError(
-                f"a saved cache policy is of (version, blocks, jobs) {made}, this one of {wanted}: "
-                "start without it"
-            )
-        self._outlook.check(arrays)
 
     def _exchange(self, newcomers: Int64s, waits: Floats) -> tuple[Int64s, Int64s]:
         """Newcomers that come in and residents that leave for them, done; soonest first.
@@ -449,25 +429,6 @@ class CachePolicy:
                 f"blocks {asked.min()} .. {asked.max()}: there are 0 .. {self.blocks - 1}"
             )
         return asked
-
-
-def _check_sizes(sizes: int | Int64s, blocks: int, jobs: int, capacity_bytes: int) -> int:
-    """Bytes of all blocks. Raises ConfigError."""
-    if not 0 < blocks < 2**31:
-        raise ConfigError(f"a cache policy over {blocks} blocks: 1 .. {2**31 - 1} are possible")
-    if jobs < 1:
-        raise ConfigError(f"a cache policy for {jobs} jobs: at least 1")
-    if not isinstance(sizes, int) and sizes.shape != (blocks,):
-        raise ConfigError(f"sizes have the shape {sizes.shape}, not {(blocks,)}")
-    least = sizes if isinstance(sizes, int) else int(sizes.min())
-    largest = sizes if isinstance(sizes, int) else int(sizes.max())
-    if least < 0:
-        raise ConfigError(f"a block of {least} bytes")
-    if capacity_bytes < largest:
-        raise ConfigError(
-            f"a cache of {capacity_bytes} bytes holds no block of {largest}: give at least that"
-        )
-    return sizes * blocks if isinstance(sizes, int) else int(sizes.sum())
 
 
 def _nothing() -> CachePlan:
