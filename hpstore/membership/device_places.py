@@ -47,11 +47,14 @@ def sharing_a_disk(urls: Collection[str]) -> list[str]:
 def sharing_note(urls: Collection[str]) -> str:
     """That devices share a disk, in a line; "" where none do."""
     shared = sharing_a_disk(urls)
+    if not shared:
+        return ""
     disks = len({disk_of(url) for url in shared})
-    return "" if not shared else (
-        f"{len(shared)} of {len(urls)} devices share {disks} disk{'s' * (disks > 1)}: one disk's "
+    plural = "s" * (disks > 1)
+    return (
+        f"{len(shared)} of {len(urls)} devices share {disks} disk{plural}: one disk's "
         "death takes them together"
-    )  # fmt: skip
+    )
 
 
 def require_mounted(
