@@ -6,9 +6,8 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import partial
 from typing import TypeVar
 
@@ -45,17 +44,11 @@ from hpstore.membership.members import (
     without_member,
     writable_devices,
 )
+from hpstore.membership.returning_files import Return, judge_survey
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.horizon import come_back_at, come_back_below
 from hpstore.objects.key_listing import walk
-from hpstore.objects.survey import (
-    ColumnFile,
-    Layout,
-    Survey,
-    may_be_acknowledged,
-    newest_by_name,
-    path_on,
-)
+from hpstore.objects.survey import newest_by_name, path_on
 from hpstore.objects.write.debts import keep_debts
 
 T = TypeVar("T")
@@ -323,15 +316,6 @@ def _quarantine(key: str, name: ColumnName, device: Device) -> None:
     device.quarantine(path_on(device, key, name))
 
 
-class Return(StrEnum):
-    """What becomes of a file on a device that returns."""
-
-    KEEP = "keep"
-    REMOVE = "remove"
-    QUARANTINE = "quarantine"  # not served, not deleted
-    UNCLEAR = "unclear"  # members that do not answer may have what decides
-
-
 def reconcile(store: PoolContext, device_id: str, device: Device, swept: int = 0) -> Reconciled:
     """Judge every file of a returning device by what the pool knows now (PROTOCOL 12).
 
@@ -408,60 +392,6 @@ def _age_seconds(store: PoolContext, device_id: str) -> float:
     return (store.clock.wall_ms() - gone.since_ms) / 1000 if gone is not None else math.inf
 
 
-def judge_survey(
-    view: View, survey: Survey, device_id: str, *, recent: bool, swept: int = 0
-) -> list[tuple[ColumnFile, Return]]:
-    """Every file of a key on a returning device, by what the others know. Pure."""
-    others = tuple(file for file in survey.files if file.device != device_id)
-    newest = newest_by_name(view, Survey(key=survey.key, files=others, unknown=survey.unknown))
-    unhealed = view.record.unhealed() - survey.unknown - {device_id}
-    return [
-        (file, judge_return(
-            file, newest, [f for f in others if f.name.layout == file.name.layout],
-            recent=recent and file.name.version.counter > swept,
-            silent=view.record.weight(survey.unknown - {device_id}),
-            unhealed=view.record.weight(unhealed),
-        ))
-        for file in survey.files if file.device == device_id
-    ]  # fmt: skip
-
-
-def judge_return(
-    file: ColumnFile,
-    newest: Layout | None,
-    fellows: Collection[ColumnFile],
-    *,
-    recent: bool,
-    silent: int,
-    unhealed: int,
-) -> Return:
-    """What becomes of one file of a returning device. Pure.
-
-    `newest`: what a read would choose without it. `fellows`: files of its own layout on others.
-    `recent`: it left within the time of tombstones, and no sweep passed the file since: a tombstone
-    would be there, and what
-    nobody else knows may be the last copies of something. `silent` members do not answer;
-    `unhealed` devices were evicted, and not made up for. Both may hide fellows.
-    """
-    version, kind, data, parity = file.name.layout
-    if newest is not None and version < newest.version:
-        needed = newest.parity + 1 if newest.kind is Kind.TOMBSTONE else newest.width
-        if len(newest.columns) >= needed:  # PROTOCOL 8: only what is settled supersedes
-            return Return.REMOVE
-    elif newest is not None and file.name.layout == newest.files[0].name.layout:
-        held = {other.name.column for other in newest.files}
-        return Return.REMOVE if file.name.column in held else Return.KEEP
-    if recent:
-        return Return.KEEP
-    mine = Layout(version=version, kind=kind, data=data, parity=parity, files=(file, *fellows))
-    seen = len(mine.columns)
-    if fellows and may_be_acknowledged(mine, seen=seen, unknown_devices=silent + unhealed):
-        return Return.KEEP  # it lives elsewhere, and what is newer is not whole
-    if may_be_acknowledged(mine, seen=seen, unknown_devices=silent):
-        return Return.UNCLEAR
-    return Return.QUARANTINE
-
-
 def _with_device(view: View, device_id: str, device: Device) -> View:
     return View(
         record=view.record, devices={**view.devices, device_id: device},
@@ -478,6 +408,6 @@ def here_store(store: PoolContext, view: View) -> PoolContext:
     )  # fmt: skip
 
 
-__all__ = ["Reconciled", "Return", "add_member", "claimed_by", "drain_member",
-           "evict_member", "judge_return", "judge_survey", "readmit_member",
+__all__ = ["Reconciled", "add_member", "claimed_by", "drain_member",
+           "evict_member", "readmit_member",
            "reconcile", "set_state"]  # fmt: skip

@@ -12,13 +12,13 @@ from hpstore.format.keys import ColumnName, Kind, Version
 from hpstore.format.records import DeviceState, Member, PoolRecord
 from hpstore.maintenance.dependents import lost_without
 from hpstore.maintenance.rebuild import needs_work, plan_rebuild
-from hpstore.membership import changes
+from hpstore.membership import returning_files
 from hpstore.objects.context import View
 from hpstore.objects.key_listing import Catalog
 from hpstore.objects.survey import ColumnFile, Layout, Survey, spare_losses
 
 judge_return = partial(
-    changes.judge_return, fellows=(), recent=False, silent=0, unhealed=0
+    returning_files.judge_return, fellows=(), recent=False, silent=0, unhealed=0
 )  # all members answer, and it left long ago
 
 OLD, NEW, NEWER = Version(1, 1), Version(2, 1), Version(3, 1)

@@ -15,7 +15,7 @@ from hpstore.format.keys import NameTags
 from hpstore.format.records import PoolRecord
 from hpstore.maintenance import repair_object as repair
 from hpstore.maintenance import scrub, sweep
-from hpstore.membership import changes, members
+from hpstore.membership import changes, members, returning_files
 from hpstore.membership.lasting_holds import KeptHold
 from hpstore.objects import horizon, survey
 from hpstore.objects.context import PoolContext
@@ -170,7 +170,7 @@ def _one_tombstone(exchange: Exchange) -> None:
 
 def _keeps_all(exchange: Exchange) -> None:
     """Rule 12: a device that returns keeps all that it has."""
-    exchange(changes, "judge_return", lambda *_, **__: changes.Return.KEEP)
+    exchange(returning_files, "judge_return", lambda *_, **__: returning_files.Return.KEEP)
 
 
 def _evicts_blindly(exchange: Exchange) -> None:
