@@ -10,7 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from hpstore.devices.base import DEBTS, Device, Usage
-from hpstore.errors import HpstoreError, TooFewDevices, TooManyErasures
+from hpstore.errors import HpstoreError
 from hpstore.format.geometry import Code, Geometry
 from hpstore.format.keys import ColumnName, Kind, Version, object_directory, parse_column_name
 from hpstore.format.records import Debt, DeviceState
@@ -174,59 +174,6 @@ def staying_first(view: View, files: list[ColumnFile]) -> deque[ColumnFile]:
         staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
         files = sorted(files, key=lambda file: (file.device not in staying, file.device))
     return deque(files)
-
-
-def require_known(view: View, survey: Survey) -> None:
-    """Before a key is taken for absent: could every copy of it be where we cannot look?
-
-    Raises TooManyErasures when m + 1 devices are unknown.
-    """
-    unknown = unknown_devices(view, survey)
-    if unknown > view.record.parity:
-        raise TooManyErasures(
-            f"whether there is an object {survey.key!r} cannot be told: {unknown} devices do not "
-            f"answer or were evicted since the last rebuild, {view.record.parity} are survived. "
-            "Bring devices back, or rebuild if they are gone for good.",
-            key=survey.key,
-        )
-
-
-def may_be_older(view: View, survey: Survey, layouts: Sequence[Layout]) -> bool:
-    """Whether a newer version than this one may be where we cannot look: more than m are unknown,
-    and what is seen of this one may all be where whoever wrote the newer one could not look. Such a
-    writer does without devices that weigh at most m, and removes what it replaces on the others."""
-    if unknown_devices(view, survey) <= view.record.parity:
-        return False
-    seen = {file.device for layout in layouts for file in layout.files}
-    return view.record.weight(seen) <= view.record.parity
-
-
-def require_newest(view: View, survey: Survey, layouts: Sequence[Layout]) -> None:
-    """Before a version is taken for the newest. Raises TooManyErasures when it may be older."""
-    unknown, parity = unknown_devices(view, survey), view.record.parity
-    if may_be_older(view, survey, layouts):
-        raise TooManyErasures(
-            f"object {survey.key!r} version {layouts[0].version} is there, but may not be the "
-            f"newest: {unknown} devices do not answer or were evicted since the last rebuild, "
-            f"{parity} are survived, and a newer one may be on them. Bring devices back, or "
-            "rebuild if they are gone for good; `hpstore versions` lists what can be read even so.",
-            key=survey.key,
-        )
-
-
-def require_writable(view: View, survey: Survey) -> None:
-    """Before a version is written: a reader must be able to tell that it is the newest.
-
-    Raises TooFewDevices when more than m are unknown.
-    """
-    unknown, parity = unknown_devices(view, survey), view.record.parity
-    if unknown > parity:
-        raise TooFewDevices(
-            f"{survey.key!r} cannot be written now: {unknown} devices do not answer or were "
-            f"evicted since the last rebuild, {parity} are survived. Nothing was changed, and what "
-            "can be read still is. Bring devices back, or rebuild if they are gone for good.",
-            key=survey.key,
-        )
 
 
 def stable_survey(
@@ -465,23 +412,12 @@ def path_on(device: Device, key: str, name: ColumnName) -> str:
     return f"{object_directory(key, folding=device.folds_names)}/{name}"
 
 
-def too_many(key: str, layout: Layout, valid: int, corrupt: int, unknown: int) -> TooManyErasures:
-    """The error for data that may be there but cannot be read."""
-    return TooManyErasures(
-        f"object {key!r} version {layout.version}: {valid} of the {layout.data} units needed are "
-        f"readable ({corrupt} damaged, {unknown} devices did not answer or left). Nothing was "
-        "deleted; bring a missing device back.",
-        key=key,
-    )
-
-
 def empty_geometry(parity: int) -> Geometry:
     """Shape of a tombstone."""
     return Geometry(data=1, parity=parity, unit_bytes=4096, size=0, code=Code.COPIES)
 
 
 __all__ = ["ColumnFile", "Layout", "Survey", "VersionVerdict", "empty_geometry", "judge",
-           "list_object", "make_survey", "may_be_acknowledged", "may_be_older", "newest_by_name",
-           "path_on", "require_known", "require_newest", "require_writable", "spare_losses",
-           "stable_survey", "staying_first", "survey_key", "survey_keys", "too_many",
+           "list_object", "make_survey", "may_be_acknowledged", "newest_by_name", "path_on",
+           "spare_losses", "stable_survey", "staying_first", "survey_key", "survey_keys",
            "unknown_devices", "with_debts", "with_tombstones"]  # fmt: skip

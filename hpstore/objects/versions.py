@@ -11,15 +11,8 @@ from hpstore.errors import ConfigError
 from hpstore.format.keys import ContentId, Kind
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.object_info import version_token
-from hpstore.objects.survey import (
-    Layout,
-    VersionVerdict,
-    judge,
-    may_be_older,
-    require_known,
-    stable_survey,
-    unknown_devices,
-)
+from hpstore.objects.survey import Layout, VersionVerdict, judge, stable_survey, unknown_devices
+from hpstore.objects.survey_limits import may_be_older, require_known
 
 
 class VersionStanding(StrEnum):

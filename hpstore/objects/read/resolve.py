@@ -13,12 +13,10 @@ from hpstore.objects.survey import (
     Survey,
     VersionVerdict,
     judge,
-    require_known,
-    require_newest,
     survey_key,
-    too_many,
     unknown_devices,
 )
+from hpstore.objects.survey_limits import require_known, require_newest, too_many
 from hpstore.runtime.lacks import blamed, lacks_total
 
 RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in a row

@@ -10,7 +10,8 @@ from hpstore.format.column_header import Metadata
 from hpstore.format.keys import Kind, Version
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.object_info import ObjectInfo
-from hpstore.objects.survey import newest_by_name, require_known, stable_survey
+from hpstore.objects.survey import newest_by_name, stable_survey
+from hpstore.objects.survey_limits import require_known
 from hpstore.objects.write.delete_files import remove_files
 from hpstore.objects.write.put import MAYBE_STORED, put_object, say_maybe, write_new_version
 from hpstore.objects.write.put_source import MemorySource, PutSource

@@ -32,11 +32,10 @@ from hpstore.objects.survey import (
     Survey,
     empty_geometry,
     newest_by_name,
-    require_known,
-    require_writable,
     stable_survey,
     unknown_devices,
 )
+from hpstore.objects.survey_limits import require_known, require_writable
 from hpstore.objects.write.column_writer import ColumnSet, MembershipMoved
 from hpstore.objects.write.debts import record_debt
 from hpstore.objects.write.delete_files import remove_files
