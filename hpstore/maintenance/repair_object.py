@@ -32,15 +32,13 @@ from hpstore.objects.write.column_writer import ColumnSet, MembershipMoved
 from hpstore.objects.write.debts import clear_debt
 from hpstore.objects.write.delete_files import remove_files
 from hpstore.objects.write.put import (
-    PutContent,
     WriteFailed,
-    make_header,
-    plan_columns,
     settle_or_owe,
     write_columns,
     write_failed,
     write_new_version,
 )
+from hpstore.objects.write.put_plan import PutContent, make_header, plan_columns
 from hpstore.objects.write.put_source import MemorySource
 from hpstore.runtime.threads import WorkerThreads
 

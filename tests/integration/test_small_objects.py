@@ -20,7 +20,7 @@ from hpstore.loaders.dataset.coalesce import ObjectRanges
 from hpstore.objects.read.column_reader import WHOLE_OBJECT_BYTES
 from hpstore.objects.read.open_many import open_objects
 from hpstore.objects.read.range_reader import MOST_KEYS, PooledReader, Readers
-from hpstore.objects.write.put import plan_columns
+from hpstore.objects.write.put_plan import plan_columns
 from hpstore.objects.write.stripe_writer import ONE_CALL_BYTES
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness

@@ -28,13 +28,11 @@ from hpstore.objects.write.delete_files import remove_all
 from hpstore.objects.write.put import (
     MAYBE_DELETED,
     MAYBE_STORED,
-    PutContent,
     delete_object,
-    make_headers,
-    plan_columns,
     put_object,
     say_maybe,
 )
+from hpstore.objects.write.put_plan import PutContent, make_headers, plan_columns
 from hpstore.objects.write.put_source import MemorySource, PutSource
 from hpstore.objects.write.stripe_writer import StripeWriter, release_after
 from hpstore.runtime.deadline_wait import wait_awake
