@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from hpstore.devices.horizon_guard import HorizonPassed
 from hpstore.errors import ObjectNotFound
-from hpstore.maintenance.repair_object import Throttle, rebuild_columns
+from hpstore.maintenance.rebuild_columns import rebuild_columns
+from hpstore.maintenance.repair_object import Throttle
 from hpstore.objects.context import PoolContext
 from hpstore.objects.horizon import read_horizons
 from hpstore.objects.read.object_reader import Changed

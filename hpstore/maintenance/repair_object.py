@@ -7,7 +7,7 @@ or removes anything on incomplete knowledge: an older version goes only when the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -16,34 +16,26 @@ from hpstore.devices.base import READABLE
 from hpstore.devices.horizon_guard import HorizonPassed
 from hpstore.errors import IntegrityError, ObjectNotFound, TooFewDevices, TooManyErasures
 from hpstore.format.column_header import column_file_bytes
-from hpstore.format.geometry import BLOCK_BYTES, Code, Geometry
+from hpstore.format.geometry import Code, Geometry
 from hpstore.format.keys import Kind, Version
 from hpstore.format.placement import choose, placeable
 from hpstore.format.records import Debt, DeviceState
+from hpstore.maintenance.rebuild_columns import rebuild_columns
 from hpstore.objects.context import PoolContext
 from hpstore.objects.horizon import read_horizons
-from hpstore.objects.read.engine import RebuiltRun
 from hpstore.objects.read.object_reader import Changed, ObjectReader
-from hpstore.objects.read.plan import background_run_bytes
 from hpstore.objects.read.resolve import open_survey
 from hpstore.objects.strangers import cleared_survey
 from hpstore.objects.survey import ColumnFile, Survey, newest_by_name
-from hpstore.objects.write.column_writer import ColumnSet, MembershipMoved
+from hpstore.objects.write.column_writer import MembershipMoved
 from hpstore.objects.write.debts import clear_debt
 from hpstore.objects.write.delete_files import remove_files
-from hpstore.objects.write.put import (
-    WriteFailed,
-    settle_or_owe,
-    write_columns,
-    write_failed,
-    write_new_version,
-)
-from hpstore.objects.write.put_plan import PutContent, make_header, plan_columns
+from hpstore.objects.write.put import WriteFailed, settle_or_owe, write_columns, write_new_version
+from hpstore.objects.write.put_plan import PutContent, plan_columns
 from hpstore.objects.write.put_source import MemorySource
-from hpstore.runtime.threads import WorkerThreads
+from hpstore.objects.write.stripe_writer import Throttle
 
 REPAIR_TRIES = 6
-Throttle = Callable[[int], None]
 
 
 class RepairAction(StrEnum):
@@ -397,96 +389,4 @@ class ObjectSource:
             self._reader.read_into(start, out)
 
 
-def rebuild_columns(
-    store: PoolContext,
-    reader: ObjectReader,
-    targets: dict[str, int],
-    throttle: Throttle,
-    horizons: Mapping[str, int],
-) -> None:
-    """Make columns again on other devices. `targets`: device id -> column. `horizons`: of the
-    devices, before the survey that the reader was opened by.
-
-    Durable on return. Raises WriteFailed when a target failed, HorizonPassed when a sweep was
-    there first; what was there is unchanged.
-    """
-    header = reader.header
-    geometry = header.geometry
-    content = PutContent(
-        key=header.key,
-        version=header.version,
-        kind=header.kind,
-        created_ms=header.created_ms,
-        metadata=header.metadata,
-    )
-    devices = list(header.devices)
-    for device, column in targets.items():
-        devices[column] = device
-    headers = {
-        device: make_header(store, content, geometry, devices, column)
-        for device, column in targets.items()
-    }
-    columns = ColumnSet(
-        store, headers, floor=len(targets), generation=store.view.record.generation,
-        horizons=horizons,
-    )  # fmt: skip
-    done = False
-    try:
-        columns.create()
-        if not columns.failures():
-            _rebuild_runs(store, reader, columns, throttle)
-            columns.finish()
-        if len(columns.published()) == len(targets):
-            columns.check_generations()
-        done = len(columns.published()) == len(targets)
-    finally:
-        columns.abandon(take_back=False)
-    if not done:
-        raise write_failed(
-            f"repair of {header.key!r} could not write", header.key, columns.failures()
-        )
-
-
-def _rebuild_runs(
-    store: PoolContext, reader: ObjectReader, columns: ColumnSet, throttle: Throttle
-) -> None:
-    """Run by run: the next one is read and decoded while one is written."""
-    wanted, size = tuple(columns.columns), reader.header.geometry.column_bytes
-    step = background_run_bytes(reader.header.geometry.width, store.buffers.budget.limit_bytes)
-
-    def made(low: int) -> RebuiltRun:
-        high = min(low + step, size)
-        throttle((high - low) * len(wanted))
-        return reader.rebuild_run(low, high, wanted)
-
-    with WorkerThreads(1, "hpstore-rebuild") as ahead:
-        coming = ahead.submit(made, 0) if size else None
-        low = 0
-        try:
-            while coming is not None:
-                run, coming = coming.result(), None
-                try:
-                    if low + step < size:
-                        coming = ahead.submit(made, low + step)
-                    _write_run(columns, low, run)
-                finally:
-                    run.release()
-                if columns.failures():
-                    return
-                low += step
-        finally:
-            if coming is not None and coming.exception() is None:
-                coming.result().release()
-
-
-def _write_run(columns: ColumnSet, low: int, run: RebuiltRun) -> None:
-    for number, writer in columns.columns.items():
-        row = run.rows[number]
-        first, count = low // BLOCK_BYTES, -(-len(row) // BLOCK_BYTES)
-        writer.checks.digests(first, row.data, writer.table[first : first + count])
-    columns.settle(
-        columns.submit(lambda c: lambda: c.write(low, [run.rows[c.header.column]]))
-    )  # fmt: skip
-
-
-__all__ = ["RepairAction", "Repair", "Throttle", "no_throttle", "rebuild_columns", "repair_object"]
+__all__ = ["RepairAction", "Repair", "Throttle", "no_throttle", "repair_object"]

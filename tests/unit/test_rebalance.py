@@ -21,7 +21,7 @@ from hpstore.format.placement import domain_cap
 from hpstore.maintenance.move_column import move_column
 from hpstore.maintenance.rebalance import DeviceFill, evens_out, fills_of, plan_move, spread_of
 from hpstore.maintenance.rebuild import Progress
-from hpstore.maintenance.repair_object import rebuild_columns
+from hpstore.maintenance.rebuild_columns import rebuild_columns
 from hpstore.objects.survey import ColumnFile, Layout
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import FakeClock, Harness
