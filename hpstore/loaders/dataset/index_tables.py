@@ -6,7 +6,7 @@ multiple of 8. Rows of a table are read by block: nobody holds a table of 1e9 ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,18 @@ def side_dtypes(record: Record) -> list[np.dtype[Any]]:
     return [*checksums, np.dtype("<u8"), *([np.dtype("<u4")] * len(record.ragged))]
 
 
+def side_ranges(
+    dtypes: Sequence[np.dtype[Any]], rows: int, runs: Iterable[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Bytes of a side object's header, then of each run (first row, rows) in every table."""
+    starts = table_starts(dtypes, rows)
+    return [(0, starts[0])] + [
+        (start + first * d.itemsize, start + (first + count) * d.itemsize)
+        for first, count in runs
+        for d, start in zip(dtypes, starts, strict=False)
+    ]
+
+
 def page_dtypes(record: Record, compression: str) -> list[np.dtype[Any]]:
     """Tables of a page object: records that begin in each page; stored bytes of each page."""
     counts = [np.dtype("<u4")] if record.ragged else []
@@ -96,4 +108,4 @@ def check_hash(key: str, data: Any, wanted: str) -> None:  # Any: as object_hash
 
 __all__ = ["HEADER_BYTES", "PAGE_MAGIC", "SIDE_MAGIC", "Table", "check_hash", "check_header",
            "decode_tables", "encode_tables", "object_hash", "page_dtypes", "side_dtypes",
-           "table_starts"]  # fmt: skip
+           "side_ranges", "table_starts"]  # fmt: skip

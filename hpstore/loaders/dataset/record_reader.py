@@ -37,6 +37,7 @@ from hpstore.loaders.dataset.index_tables import (
     decode_tables,
     page_dtypes,
     side_dtypes,
+    side_ranges,
     table_starts,
 )
 from hpstore.loaders.dataset.large_records import (
@@ -54,10 +55,11 @@ from hpstore.loaders.dataset.record_stream import (
     Locations,
     PageTable,
     Stream,
+    make_pages,
     make_stream,
     stripe_firsts,
 )
-from hpstore.loaders.dataset.table_checks import check_pages, check_places, matches
+from hpstore.loaders.dataset.table_checks import check_pages, check_places, check_range, matches
 from hpstore.objects.read.range_reader import MOST_KEYS, PooledReader, Scatter, Scattered
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
@@ -123,17 +125,10 @@ class StoredData(Closing):
         """Rows of side objects. One that is a single block is checked against the manifest."""
         pieces = []
         for shard, runs in wanted.items():
-            starts = table_starts(dtypes, int(stream.rows[shard]))
-            ranges = [
-                (start + first * d.itemsize, start + (first + count) * d.itemsize)
-                for first, count in runs
-                for d, start in zip(dtypes, starts, strict=False)
-            ]
-            if stream.rows[shard] <= BLOCK_ROWS:
-                bounds = [(0, starts[-1])]
-            else:
-                bounds = [(0, starts[0]), *ranges]
-            pieces.append(ObjectRanges(self._side_key(stream, shard), bounds, starts[-1]))
+            count = int(stream.rows[shard])
+            size = table_starts(dtypes, count)[-1]
+            bounds = [(0, size)] if count <= BLOCK_ROWS else side_ranges(dtypes, count, runs)
+            pieces.append(ObjectRanges(self._side_key(stream, shard), bounds, size))
         made = []
         for (shard, runs), piece, found in zip(
             wanted.items(), pieces, self._get_pieces(pieces), strict=True
@@ -241,9 +236,7 @@ class StoredData(Closing):
         )  # fmt: skip
 
     def _check_range(self, rows: Int64s) -> None:
-        if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
-            bad = rows[(rows < 0) | (rows >= len(self))][0]
-            raise IndexError(f"sample {bad} of data set {self.name!r}, which has {len(self)}")
+        check_range(rows, len(self), f"data set {self.name!r}")
 
     def pages(self, stream: Stream) -> PageTable:
         """All pages of a stream. Arithmetic for records of one size, else read once and kept."""
@@ -258,22 +251,7 @@ class StoredData(Closing):
             stream, tables, lambda shard: self.pool.stat(self.shard_key(stream, shard)).size,
             f"data set {self.name!r}",
         )  # fmt: skip
-        shards = stream.page_shards()
-        start = stream.page_starts_inside(shards)
-        length = np.minimum(stream.unit_bytes, stream.payload_bytes[shards] - start)
-        if stream.fixed is not None:
-            first = stream.fixed_first_samples(shards, start)
-        else:
-            first = np.concatenate([[0], np.cumsum(tables.pop(0), dtype=np.int64)])
-        stored_start, stored_length = start, length
-        if stream.compression:
-            stored_length = tables.pop(0).astype(np.int64)
-            ends = np.concatenate([[0], np.cumsum(-(-stored_length // 4096) * 4096)])
-            stored_start = ends[:-1] - ends[stream.page_starts[:-1]][shards]
-        return PageTable(
-            shard=shards, start=start, length=length, first_sample=first.astype(np.int64),
-            stored_start=stored_start, stored_length=stored_length,
-        )  # fmt: skip
+        return make_pages(stream, tables)
 
     def _page_tables(self, stream: Stream) -> list[Table]:
         """The tables of the page objects of all parts, joined."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -142,6 +143,27 @@ def make_stream(
     )
 
 
+def make_pages(stream: Stream, tables: Sequence[npt.NDArray[Any]]) -> PageTable:
+    """All pages of a stream. `tables`: of its page objects, as page_dtypes has them."""
+    left = list(tables)
+    shards = stream.page_shards()
+    start = stream.page_starts_inside(shards)
+    length = np.minimum(stream.unit_bytes, stream.payload_bytes[shards] - start)
+    if stream.fixed is not None:
+        first = stream.fixed_first_samples(shards, start)
+    else:
+        first = np.concatenate([[0], np.cumsum(left.pop(0), dtype=np.int64)])
+    stored_start, stored_length = start, length
+    if stream.compression:
+        stored_length = left.pop(0).astype(np.int64)
+        ends = np.concatenate([[0], np.cumsum(-(-stored_length // 4096) * 4096)])
+        stored_start = ends[:-1] - ends[stream.page_starts[:-1]][shards]
+    return PageTable(
+        shard=shards, start=start, length=length, first_sample=first.astype(np.int64),
+        stored_start=stored_start, stored_length=stored_length,
+    )  # fmt: skip
+
+
 def stripe_firsts(stream: Stream, pages: PageTable) -> Int64s:
     """First sample of every stripe in which a sample begins, ascending; the last entry is len."""
     stripe_bytes = stream.unit_bytes * stream.pages_per_stripe
@@ -152,4 +174,4 @@ def stripe_firsts(stream: Stream, pages: PageTable) -> Int64s:
     return np.unique(firsts)
 
 
-__all__ = ["Locations", "PageTable", "Stream", "make_stream", "stripe_firsts"]
+__all__ = ["Locations", "PageTable", "Stream", "make_pages", "make_stream", "stripe_firsts"]

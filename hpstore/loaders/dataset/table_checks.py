@@ -46,6 +46,13 @@ def check_places(stream: Stream, shard: Int64s, start: Int64s, length: Int64s, w
         raise _odd(stream, where, "side")
 
 
+def check_range(rows: Int64s, count: int, where: str) -> None:
+    """Raise IndexError unless all are samples of a dataset that has so many."""
+    if len(rows) and (rows.min() < 0 or rows.max() >= count):
+        bad = rows[(rows < 0) | (rows >= count)][0]
+        raise IndexError(f"sample {bad} of {where}, which has {count}")
+
+
 def matches(checksums: Sequence[int], number: int, found: Bytes) -> bool:
     """Whether a record is the one that its checksum was made of."""
     return bool(xxhash.xxh3_64_intdigest(found.data) == checksums[number])
@@ -58,4 +65,4 @@ def _odd(stream: Stream, where: str, kind: str) -> IntegrityError:
     )
 
 
-__all__ = ["UNPROVEN_PAGES", "check_pages", "check_places", "matches"]
+__all__ = ["UNPROVEN_PAGES", "check_pages", "check_places", "check_range", "matches"]
