@@ -21,21 +21,14 @@ import numpy as np
 import torch
 
 from hpstore.errors import HpstoreError, ThreadsExhausted
-from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.dataset.record_layout import FixedPlan, Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.record_stream import Locations, Stream
 from hpstore.loaders.dataset.shard_layout import UInt64s
 from hpstore.loaders.gpu.batch_read import DirectRead, DirectResult
-from hpstore.loaders.gpu.direct.arena_allocator import Ranges
-from hpstore.loaders.gpu.direct.column_files import OpenColumns
-from hpstore.loaders.gpu.direct.cufile_queue import (
-    CLOSE_SECONDS,
-    DirectArena,
-    DirectEngine,
-    SharedHandle,
-)
+from hpstore.loaders.gpu.direct.cufile_queue import DirectEngine
 from hpstore.loaders.gpu.direct.gpu_plan import ColumnPart, WantedRecords, fits_direct, land
+from hpstore.loaders.gpu.direct.open_arena import OpenArena
 from hpstore.loaders.gpu.direct.path_choice import ChoiceConfig, PathChoice, Way
 from hpstore.loaders.gpu.gpu_device import Gpu
 from hpstore.runtime.closing import Closing
@@ -62,17 +55,6 @@ class Totals:
     no_room: int = 0  # batches
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
-    """What is there once a device is known to work."""
-
-    engine: DirectEngine
-    arena: DirectArena
-    ranges: Ranges
-    columns: OpenColumns
-    flights: SharedHandle  # batches that use the above now, on the host or on the GPU
-
-
 class DirectAccess(Closing):
     """Reads of one loader straight to its GPU. Thread-safe; belongs to one process.
 
@@ -91,7 +73,7 @@ class DirectAccess(Closing):
         self._pending: dict[str, str] = {}  # the same, not looked at yet
         self._refused: dict[str, str] = {}  # device -> why it is not read directly
         self._chosen: dict[str, Way | None] = {}  # what the log knows
-        self._open: _Open | None = None
+        self._open: OpenArena | None = None
         self._looking: threading.Thread | None = None
         self._closed = False
         self._lock = threading.Lock()  # guards all of the above
@@ -145,24 +127,16 @@ class DirectAccess(Closing):
             return None
         engine = DirectEngine(self._gpu.driver(), threads=LANE_THREADS, max_pending=MAX_PENDING)
         try:
-            arena = engine.allocate(self._arena_bytes)
+            made = OpenArena.of(engine, self._arena_bytes)
         except HpstoreError as error:
-            engine.close()
             return str(error)
-        made = _Open(
-            engine,
-            arena,
-            Ranges(arena.nbytes, ALIGNMENT_BYTES),
-            OpenColumns(engine),
-            SharedHandle(),
-        )
         with self._lock:
             closed = self._closed
             if not closed:
                 self._open = made
-                self._finalizer = weakref.finalize(self, _close, made)
+                self._finalizer = weakref.finalize(self, made.close)
         if closed:
-            _close(made)
+            made.close()
             return "the loader was closed"
         return None
 
@@ -435,18 +409,6 @@ class DirectAccess(Closing):
         self.stop()
         if self._finalizer is not None:
             self._finalizer()
-
-
-def _close(opened: _Open) -> None:
-    """Called once: at close(), when the access is dropped, or at the end of the process.
-
-    Memory that a batch still uses then is never freed.
-    """
-    if not opened.flights.shut(CLOSE_SECONDS):
-        _log.warning("batches are being made still: GPU memory of direct reads is not freed")
-        return
-    opened.columns.close()
-    opened.engine.close()
 
 
 def _nothing() -> None:
