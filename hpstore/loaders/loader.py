@@ -9,15 +9,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_counters import Waits
-from hpstore.loaders.batching.batch_maker import Engine, cache_budget
+from hpstore.loaders.batching.direct_conditions import direct_access, why_no_direct
 from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
-from hpstore.loaders.batching.mixture import AnyEngine, MixedEngine, Mixture, fingerprints
+from hpstore.loaders.batching.mixture import AnyEngine, fingerprints, make_engine
 from hpstore.loaders.batching.native_iterator import (
     BatchRun,
     EndIterator,
@@ -27,7 +27,13 @@ from hpstore.loaders.batching.native_iterator import (
 )
 from hpstore.loaders.batching.postprocess import Finish
 from hpstore.loaders.batching.rank_sampler import RankSampler, agree_on_epoch, asked_epoch
-from hpstore.loaders.batching.torch_arguments import T_co, require_arguments
+from hpstore.loaders.batching.torch_arguments import (
+    T_co,
+    asked_processes,
+    kept_names,
+    native_options,
+    require_arguments,
+)
 from hpstore.loaders.batching.torch_iterator import (
     PositionSampler,
     begin,
@@ -36,7 +42,6 @@ from hpstore.loaders.batching.torch_iterator import (
     refuse_ours,
 )
 from hpstore.loaders.batching.torch_run_state import Companions, Skipping
-from hpstore.loaders.batching.worker_pool import Processes
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.gpu.gpu_device import Gpu
 from hpstore.loaders.sampling.data_parallel import RankShares
@@ -44,9 +49,6 @@ from hpstore.loaders.sampling.loader_state import LoaderState, order_text
 from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.position import LoaderPosition
 from hpstore.loaders.sampling.rank_slices import Slices, Tail
-
-if TYPE_CHECKING:
-    from hpstore.loaders.gpu.direct_reader import DirectAccess
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +131,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
-        self._native, self._processes = native_of(dataset), None
+        self._native = native_of(dataset)
         self._by_user = sampler is not None or batch_sampler is not None
         options: dict[str, Any] = {
             "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,
@@ -138,11 +140,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
             "pin_memory_device": pin_memory_device, "batch_size": batch_size, "in_order": in_order,
         }  # fmt: skip
+        self._begin(dataset, sampler, batch_sampler, options)
+
+    def _begin(
+        self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
+    ) -> None:
+        """Check, then make what the arguments ask for. `options`: those of torch's arguments."""
         require_arguments(self, dataset, sampler, batch_sampler, options)
-        if self._native is not None:
-            self._processes = Processes.asked(multiprocessing_context, num_workers, worker_init_fn)
-        self._prepare(dataset, batch_size, drop_last)
-        self.finish = self._make_finish(collate_fn)
+        self._processes = None if self._native is None else asked_processes(options)
+        self._prepare(dataset, options["batch_size"], options["drop_last"])
+        self.finish = self._make_finish(options["collate_fn"])
         self._start_torch(dataset, sampler, batch_sampler, options)
 
     def _make_finish(self, collate_fn: Any) -> Finish:
@@ -175,9 +182,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _make_order(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """The order of the samples that there are now, and this rank's share of it."""
-        memory = self.memory
-        window = memory.window_bytes or int(memory.prefetch_bytes) // 4
-        self.order = order_for(dataset, self._native, self.shuffle, self.seed, int(window))
+        window = self.memory.window()
+        self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
         whole = Slices(
             length=self.order.length, batch_size=1 if batch_size is None else batch_size,
             drop_last=drop_last, tail=self.tail,
@@ -206,13 +212,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         if options["generator"] is not None and self.order is not None and self.shuffle:
             _log.warning("seed=, not the generator, decides the order of the samples")
         if self._native is not None:  # threads of ours, no workers of torch's
-            if options["worker_init_fn"] is not None and self._processes is None:
-                _log.warning(
-                    "worker_init_fn is not called: batches of a hpstore data set are made by "
-                    "threads of this process. Random numbers of transforms come from their rng."
-                )
-            options |= dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
-            options |= {"num_workers": 0, "persistent_workers": False}
+            options = native_options(options, called=self._processes is not None)
         if isinstance(dataset, torch.utils.data.IterDataPipe):
             options["shuffle"] = self.shuffle
         if self.positions is not None and options["batch_size"] is None:
@@ -223,12 +223,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             super().__init__(dataset, batch_sampler=batches, **options)
         else:
             super().__init__(dataset, sampler=sampler, **options)
-        changed = {"batch_size", "drop_last"}
-        if self._native is not None:
-            changed = given.keys() - {"multiprocessing_context"}
-        for name in changed:
-            if batch_sampler is None or name not in ("batch_size", "drop_last"):
-                object.__setattr__(self, name, given[name])
+        for name in kept_names(
+            given, ours=self._native is not None, batches=batch_sampler is not None
+        ):
+            object.__setattr__(self, name, given[name])
         if self._processes is not None:
             self.multiprocessing_context = given["multiprocessing_context"]
         self._show_sampler()
@@ -307,20 +305,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """What makes the batches of a native data set in this process; made at first use."""
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
-            data, order = self._native.data, self.order
-            options: dict[str, Any] = {
-                "cache_bytes": cache_budget(self.cache),
-                "prefetch_bytes": int(self.memory.prefetch_bytes),
-                "pin": self.finish.begin(self.pin_memory), "batch_rows": self.batch_size or 1,
-                "cache": self.cache if isinstance(self.cache, Cache) else None,
-            }  # fmt: skip
-            if isinstance(data, Mixture):
-                self._engine = MixedEngine(data, order, **options)
-            else:
-                self._engine = Engine(
-                    data, order, **options, direct=self._direct_access(),
-                    share=self._native.share(self.slices),
-                )  # fmt: skip
+            self._engine = make_engine(
+                self._native.data, self.order, memory=self.memory, cache=self.cache,
+                batch_rows=self.batch_size or 1, pin=self.finish.begin(self.pin_memory),
+                direct=direct_access(self.gpu, self.finish.gpu, self._no_direct()),
+                share=self._native.share(self.slices),
+            )  # fmt: skip
             self._let_engine_go()  # of a parent
             self._engine_end = weakref.finalize(self, self._engine.stop)
             self._engine_end.atexit = False
@@ -334,23 +324,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _no_direct(self) -> str:
         """Why no record may be read straight to the GPU, whatever the machine can; or ""."""
-        if self.gpu.direct == "off":
-            return 'direct="off"'
-        if isinstance(self.cache, Cache):
-            return "records come through a Cache"
-        if self._native is None or isinstance(self._native.data, Mixture):
-            return "batches are put together in host memory (a mixture, or a foreign data set)"
-        if self.finish.on_host or self.batch_size is None:
-            return f"samples are worked on in host memory ({self.finish.on_host or 'one by one'})"
-        return ""
-
-    def _direct_access(self) -> DirectAccess | None:
-        if self.finish.gpu is None or self._no_direct():
-            return None
-        from hpstore.loaders.gpu.direct_reader import DirectAccess
-
-        always = self.gpu.direct == "always"
-        return DirectAccess(self.finish.gpu, always=always, arena_bytes=int(self.gpu.arena_bytes))
+        on_host = "one by one" if self.batch_size is None else ""
+        return why_no_direct(self.gpu, self.cache, self._native, self.finish.on_host or on_host)
 
     def read_as(self, rank: int, world_size: int) -> None:
         """Take a data-parallel rank's share: for trainers whose processes are not all such ranks.
@@ -426,8 +401,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def stats(self) -> dict[str, Any]:
         """Where the time went: see docs/data.md."""
         found = self.finish.stats() | self.waits.stats(self.finish.samples_total)
-        if self.finish.gpu is not None and self._no_direct():
-            found["direct"] = {"state": "off", "reason": self._no_direct()}
+        if self.finish.gpu is not None and (reason := self._no_direct()):
+            found["direct"] = {"state": "off", "reason": reason}
         found.update(self._engine_stats if self._engine is None else self._engine.stats())
         if isinstance(self.cache, Cache):
             found["cache"] = self.cache.stats()

@@ -37,6 +37,10 @@ class LoaderMemory:
         if self.window_bytes is not None:
             _count(self, "window_bytes", least=1)
 
+    def window(self) -> int:
+        """Bytes of a window."""
+        return int(self.window_bytes or int(self.prefetch_bytes) // 4)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuTransfer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ import torch
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_counters import Counts, PoolReads
-from hpstore.loaders.batching.batch_maker import Engine, Session
+from hpstore.loaders.batching.batch_maker import Engine, Session, cache_budget
+from hpstore.loaders.batching.loader_options import LoaderMemory
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.batch_values import Batch, BatchValue, Ragged
 from hpstore.loaders.dataset.dataset import Dataset
@@ -23,6 +24,9 @@ from hpstore.loaders.sampling.mixture_order import MixtureOrder, Sources, source
 from hpstore.loaders.sampling.order import PERMUTATION_SAMPLES, GlobalOrder, Order, SequentialOrder
 from hpstore.loaders.sampling.random_draws import Indices, derive_seed
 from hpstore.runtime.closing import Closing
+
+if TYPE_CHECKING:
+    from hpstore.loaders.gpu.direct_reader import DirectAccess
 
 
 class Mixture:
@@ -239,6 +243,34 @@ def stored_bytes(data: Mixture | Dataset) -> float:
 
 
 AnyEngine: TypeAlias = Engine | MixedEngine
+
+
+def make_engine(
+    data: Dataset | Mixture, order: Order | None, *, memory: LoaderMemory,
+    cache: Cache | int | str | None, batch_rows: int, pin: Callable[[Any], object] | None,
+    direct: DirectAccess | None, share: float,
+) -> AnyEngine:  # fmt: skip
+    """What makes the batches of a dataset or a mixture, which has no use for `direct` and `share`.
+
+    `cache`: as a loader was given it; else as Engine.
+    """
+    options: dict[str, Any] = {
+        "cache_bytes": cache_budget(cache), "prefetch_bytes": int(memory.prefetch_bytes),
+        "pin": pin, "batch_rows": batch_rows, "cache": cache if isinstance(cache, Cache) else None,
+    }  # fmt: skip
+    if isinstance(data, Mixture):
+        return MixedEngine(data, order, **options)
+    return Engine(data, order, **options, direct=direct, share=share)
+
+
 AnySession: TypeAlias = Session | MixedSession
 
-__all__ = ["AnyEngine", "AnySession", "MixedEngine", "Mixture", "fingerprints", "stored_bytes"]
+__all__ = [
+    "AnyEngine",
+    "AnySession",
+    "MixedEngine",
+    "Mixture",
+    "fingerprints",
+    "make_engine",
+    "stored_bytes",
+]

@@ -4,6 +4,7 @@ which other programs look for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,9 +14,12 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_maker import cache_budget
 from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
 from hpstore.loaders.batching.native_iterator import native_of
+from hpstore.loaders.batching.worker_pool import Processes
 from hpstore.loaders.sampling.random_draws import check_seed
 from hpstore.loaders.sampling.rank_slices import require_tail
 from hpstore.units import whole_argument
+
+_log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as DefaultTypeVar
@@ -37,6 +41,37 @@ def require_arguments(
     _require_ours(loader, others["collate_fn"])
     if native_of(dataset) is not None:
         _require_threads(others["num_workers"], others["prefetch_factor"])
+
+
+def native_options(options: Mapping[str, Any], *, called: bool) -> dict[str, Any]:
+    """What torch's constructor is given for a dataset of hpstore: threads of ours read it.
+
+    `called`: whether processes of ours call `worker_init_fn`.
+    """
+    if options["worker_init_fn"] is not None and not called:
+        _log.warning(
+            "worker_init_fn is not called: batches of a hpstore data set are made by "
+            "threads of this process. Random numbers of transforms come from their rng."
+        )
+    none = dict.fromkeys(("multiprocessing_context", "prefetch_factor"))
+    return {**options, **none, "num_workers": 0, "persistent_workers": False}
+
+
+def asked_processes(options: Mapping[str, Any]) -> Processes | None:
+    """Processes of ours, where torch's arguments ask for them."""
+    return Processes.asked(
+        options["multiprocessing_context"], options["num_workers"], options["worker_init_fn"]
+    )
+
+
+def kept_names(given: Mapping[str, Any], *, ours: bool, batches: bool) -> set[str]:
+    """Arguments that stay attributes as they were given, whatever torch's constructor got.
+
+    `ours`: for a dataset of hpstore; `batches`: with a batch sampler.
+    """
+    names = {"batch_size", "drop_last"}
+    changed = given.keys() - {"multiprocessing_context"} if ours else names
+    return set(changed) - names if batches else set(changed)
 
 
 def _require_one_order(
@@ -96,4 +131,4 @@ def _require_threads(num_workers: object, prefetch_factor: object) -> None:
         whole_argument("prefetch_factor", prefetch_factor, least=1)
 
 
-__all__ = ["T_co", "require_arguments"]
+__all__ = ["T_co", "asked_processes", "kept_names", "native_options", "require_arguments"]
