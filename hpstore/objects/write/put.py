@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
+from hpstore.devices.base import Usage
 from hpstore.devices.horizon_guard import HorizonPassed
 from hpstore.errors import (
     DeviceFull,
@@ -154,12 +156,12 @@ def write_new_version(
     left: list[
         ColumnFile
     ] = []  # of attempts that may be visible: they are superseded, not taken back
+    wanted = _NewVersion(
+        key=key, source=source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
+        unit_bytes=unit_bytes, horizons=horizons, next_counter=next_counter,
+    )  # fmt: skip
     try:
-        columns = _write_whole(
-            store, key, source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
-            unit_bytes=unit_bytes, revise=revise, horizons=horizons, left=left,
-            next_counter=next_counter,
-        )  # fmt: skip
+        columns = _write_whole(store, wanted, revise=revise, left=left)
         try:
             settle_or_owe(store, columns)
         except BaseException:
@@ -185,41 +187,49 @@ def say_maybe(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NewVersion:
+    """What write_new_version was asked for."""
+
+    key: str
+    source: PutSource
+    metadata: Metadata
+    kind: Kind
+    survey: Survey
+    throttle: Throttle | None
+    unit_bytes: int | None
+    horizons: Mapping[str, int] | None
+    next_counter: Callable[[int], int] | None
+
+    def content(self, store: PoolContext, version: Version) -> PutContent:
+        return PutContent(
+            key=self.key, version=version, kind=self.kind, created_ms=store.clock.wall_ms(),
+            metadata=self.metadata,
+        )  # fmt: skip
+
+
 def _write_whole(
-    store: PoolContext, key: str, source: PutSource, *, metadata: Metadata, kind: Kind,
-    survey: Survey, throttle: Throttle | None, unit_bytes: int | None, revise: Version | None,
-    horizons: Mapping[str, int] | None, left: list[ColumnFile],
-    next_counter: Callable[[int], int] | None,
-) -> ColumnSet:  # fmt: skip
+    store: PoolContext, wanted: _NewVersion, *, revise: Version | None, left: list[ColumnFile]
+) -> ColumnSet:
     """Try plans until one is written to its floor; of others that may be visible, `left` grows."""
     exclude: set[str] = set()
     last: Exception | None = None
-    horizon = 0
-    for attempt in range(PUT_TRIES):
+    horizon, offered = 0, wanted.survey.offered
+    for _ in range(PUT_TRIES):
         now = store.pinned()
-        try:
-            geometry, devices = plan_columns(
-                now, key, source.size, exclude=exclude, kind=kind, unit_bytes=unit_bytes,
-                offered=None if attempt else survey.offered,
-            )  # fmt: skip
-        except TooFewDevices as error:
-            if last is None:
-                raise
-            full = isinstance(error, PoolFull) or ran_full(last)
-            kind_of_error, hint = (PoolFull, store.make_room) if full else (TooFewDevices, "")
-            raise kind_of_error(f"{error} Before that: {last}. {hint}".rstrip(), key=key) from last
+        geometry, devices = _plan(now, wanted, exclude=exclude, offered=offered, last=last)
+        offered = None  # what devices said before the survey holds for the first plan
         if revise is None:
-            version = store.new_version(survey.versions(), above=horizon, next_counter=next_counter)
+            version = store.new_version(
+                wanted.survey.versions(), above=horizon, next_counter=wanted.next_counter
+            )
         else:
             version = revise = revise.revised()
-        content = PutContent(
-            key=key, version=version, kind=kind, created_ms=store.clock.wall_ms(),
-            metadata=metadata,
-        )  # fmt: skip
         try:
             return write_columns(
-                now, content, geometry, devices, source, roll_back=revise is None,
-                throttle=throttle, left=left, horizons=horizons,
+                now, wanted.content(store, version), geometry, devices, wanted.source,
+                roll_back=revise is None, throttle=wanted.throttle, left=left,
+                horizons=wanted.horizons,
             )  # fmt: skip
         except HorizonPassed as error:
             if revise is not None:
@@ -235,10 +245,28 @@ def _write_whole(
             exclude |= error.devices.keys()
             last = error
     raise (PoolFull if ran_full(last) else TooFewDevices)(
-        f"put of {key!r} failed {PUT_TRIES} times in a row: {last}. It is not acknowledged"
+        f"put of {wanted.key!r} failed {PUT_TRIES} times in a row: {last}. It is not acknowledged"
         + ("." if left else "; the version before it is unchanged."),
-        key=key,
+        key=wanted.key,
     ) from last
+
+
+def _plan(
+    store: PoolContext, wanted: _NewVersion, *, exclude: set[str],
+    offered: Mapping[str, Usage | None] | None, last: Exception | None,
+) -> tuple[Geometry, list[str]]:  # fmt: skip
+    """As plan_columns; without enough devices the error has the `last` failure, too."""
+    try:
+        return plan_columns(
+            store, wanted.key, wanted.source.size, exclude=exclude, kind=wanted.kind,
+            unit_bytes=wanted.unit_bytes, offered=offered,
+        )  # fmt: skip
+    except TooFewDevices as error:
+        if last is None:
+            raise
+        full = isinstance(error, PoolFull) or ran_full(last)
+        kind, hint = (PoolFull, store.make_room) if full else (TooFewDevices, "")
+        raise kind(f"{error} Before that: {last}. {hint}".rstrip(), key=wanted.key) from last
 
 
 def settle_or_owe(store: PoolContext, columns: ColumnSet) -> None:
