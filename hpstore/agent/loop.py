@@ -78,13 +78,7 @@ class Agent(Closing):
         self.dry_run = config.policy.dry_run
         self._directory, self.run_directory = self._admin.state_directory, self._admin.run_directory
         self._clock, self._closed = self._admin.clock, False
-        if self._admin.denied:
-            raise DeviceDenied(
-                f"the agent of pool {pool.config.name!r} would take devices for lost on which its "
-                f"user has no rights: {', '.join(sorted(self._admin.denied))}. Nothing was "
-                "changed. Run it as a user who may write on all devices (`hpstore status` shows "
-                "whose they are)."
-            )
+        self._require_rights()
         with ExitStack() as stack:
             self._held = self._take_hold(stack)
             self.memory = self._saved = load_memory(self._directory)
@@ -114,18 +108,29 @@ class Agent(Closing):
         self.present: frozenset[str] = frozenset()
         self.orders_problem = ""  # why orders cannot be read
         self.ticks, self.began_ms = 0, self._clock.wall_ms()
-        self.jobs = Jobs(
-            pool,
-            Effort(
-                share=self._share, answers=lambda device: device in self.present,
-                returned=self._returned,
-                heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
-                scrub_bytes_per_second=self._scrub_rate, spread=config.rebalance_spread or 1.0,
-            ),
-            started=self._started, finished=self._finished,
-        )  # fmt: skip
+        self.jobs = Jobs(pool, self._effort(), started=self._started, finished=self._finished)
         if threads:
             self.jobs.start()
+
+    def _require_rights(self) -> None:
+        """Raise DeviceDenied where the user of the agent may not write on a device."""
+        denied = self._admin.denied
+        if denied:
+            raise DeviceDenied(
+                f"the agent of pool {self.pool.config.name!r} would take devices for lost on which "
+                f"its user has no rights: {', '.join(sorted(denied))}. Nothing was changed. Run it "
+                "as a user who may write on all devices (`hpstore status` shows whose they are)."
+            )
+
+    def _effort(self) -> Effort:
+        """How fast jobs may go, and what they must know of the devices."""
+        config = self.config
+        return Effort(
+            share=self._share, answers=lambda device: device in self.present,
+            returned=self._returned,
+            heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
+            scrub_bytes_per_second=self._scrub_rate, spread=config.rebalance_spread or 1.0,
+        )  # fmt: skip
 
     def _make_disks(self) -> DiskWatch:
         config = self.config

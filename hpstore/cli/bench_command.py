@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -76,13 +76,7 @@ def run(
     from hpstore.benchmarks.harness.bench_report import describe
     from hpstore.benchmarks.suite import BENCHMARKS, Options, size_named
 
-    unknown = [name for name in names if name not in BENCHMARKS]
-    if unknown:
-        raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(BENCHMARKS)}")
-    if json_file not in ("", "-") and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
-    if json_file:
-        agree_to_replace(Path(json_file), yes=yes, named=True)
+    _require_runnable(names, BENCHMARKS, json_file, yes=yes)
     told = Options(
         directory=directory.absolute() if directory else None, size_bytes=0, repeats=repeats,
         peers=peers, compression=compression, cases=cases, device=device, stages=stages,
@@ -96,6 +90,19 @@ def run(
     else:
         sys.stdout.write(describe(results))
         show_stages(results)
+
+
+def _require_runnable(
+    names: Sequence[str], known: Collection[str], json_file: str, *, yes: bool
+) -> None:
+    """Raise ConfigError for an unknown benchmark, or a file that results cannot be written to."""
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(known)}")
+    if json_file not in ("", "-") and not Path(json_file).absolute().parent.is_dir():
+        raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
+    if json_file:
+        agree_to_replace(Path(json_file), yes=yes, named=True)
 
 
 def show_stages(results: Mapping[str, object]) -> None:

@@ -87,12 +87,19 @@ def train(
         emit_json({"model": str(out), "card": card.as_dict(), "bad_rows": bad.as_dict(),
                    "not_evaluated": unevaluated})  # fmt: skip
         return
+    _show_trained(model, str(out), bad, evaluation or unevaluated)
+
+
+def _show_trained(
+    model: ForecastModel, out: str, bad: BadRows, judged: ForecastEvaluation | str
+) -> None:
+    """`judged`: the evaluation, or why there is none."""
     _show_bad(bad)
-    _show_card(model, str(out))
-    if evaluation is not None:
-        _show_evaluation(evaluation)
+    _show_card(model, out)
+    if isinstance(judged, str):
+        sys.stdout.write(f"not evaluated: {judged}\n")
     else:
-        sys.stdout.write(f"not evaluated: {unevaluated}\n")
+        _show_evaluation(judged)
 
 
 def _split(gathered: Gathered, until: str) -> int:

@@ -60,11 +60,7 @@ def create_pool(
     """
     chosen = choose_scheme(data, parity, scheme)
     path = Path(config).absolute()
-    require_new(path, name)
-    if name is not None:
-        require_free(name, path)
-    if settings is not None and settings.group:
-        group_number(settings.group)  # before anything is made
+    _require_creatable(path, name, settings)
     if domains is not None and len(domains) != len(devices):
         raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
@@ -86,13 +82,21 @@ def create_pool(
             data=chosen.data, parity=chosen.parity, unit_bytes=unit_bytes, keep=keep,
         )  # fmt: skip
         undo.pop_all()
-    warning = domain_warning(record)
-    if warning:
+    if warning := domain_warning(record):
         _log.warning("%s", warning)
     if name is not None:
         register(made)
         add_to_table(name, path)
     return Pool(made)
+
+
+def _require_creatable(path: Path, name: str | None, settings: Settings | None) -> None:
+    """Before anything is made: raise ConfigError for a name or a group that cannot be had."""
+    require_new(path, name)
+    if name is not None:
+        require_free(name, path)
+    if settings is not None and settings.group:
+        group_number(settings.group)
 
 
 def _keep(made: PoolConfig, undo: ExitStack) -> None:

@@ -126,16 +126,9 @@ class Pool:
         self._session.require_writable()
         check_key(key)
         encode_metadata(metadata or {})
-        if unit_bytes is not None:
-            check_unit(self._session.config, self.data + self.parity, unit_bytes)
+        self._check_unit(unit_bytes)
         source, wanted = as_source(data), wanted_losses(self._store, min_losses_tolerated)
-        limit = RateLimit(rate_bytes_per_second, self._store.clock)
-
-        def throttle(count: int) -> None:
-            limit(count)
-            if progress is not None:
-                progress(count)
-
+        throttle = _throttle(RateLimit(rate_bytes_per_second, self._store.clock), progress)
         require_tolerance(self._store, wanted, repr(key))
         with self._session.naming_lacks():
             if not if_absent and if_version is None:
@@ -151,6 +144,11 @@ class Pool:
                 )  # fmt: skip
         require_stored(info, wanted)
         return info
+
+    def _check_unit(self, unit_bytes: int | None) -> None:
+        """Raise ConfigError for a stripe unit that objects of this pool cannot have."""
+        if unit_bytes is not None:
+            check_unit(self._session.config, self.data + self.parity, unit_bytes)
 
     def put_many(
         self,
@@ -423,6 +421,17 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<hpstore pool {self.config.name!r} {self.scheme}>"
+
+
+def _throttle(limit: RateLimit, progress: Callable[[int], None] | None) -> Callable[[int], None]:
+    """Spread the work of a put, and report the bytes about to be written."""
+
+    def throttle(count: int) -> None:
+        limit(count)
+        if progress is not None:
+            progress(count)
+
+    return throttle
 
 
 __all__ = ["Pool", "PooledReader"]

@@ -119,9 +119,7 @@ def export_checkpoint(
     """
     began = time.perf_counter()
     path = Path(target).absolute()
-    kind = format or guessed_format(path) or _folder_format(target)
-    if kind not in FORMATS:
-        raise ConfigError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
+    kind = _format(format, path, target)
     shard_bytes = parse_bytes(max_shard_bytes)
     manifest = StepCatalog(pool, prefix).manifest(step)
     chosen = _choose(manifest, kind, keys, strip, rank)
@@ -144,6 +142,14 @@ def _write(
     if path.suffix == ".safetensors":
         return _to_one_file(path, chosen, stream, force)
     return _to_folder(path, chosen, stream, force, shard_bytes)
+
+
+def _format(asked: str | None, path: Path, target: str | Path) -> str:
+    """The format asked for, or that of the suffix. Raises ConfigError for one that is unknown."""
+    kind = asked or guessed_format(path) or _folder_format(target)
+    if kind not in FORMATS:
+        raise ConfigError(f"format {kind!r} is not one of {', '.join(FORMATS)}")
+    return kind
 
 
 def _folder_format(target: str | Path) -> str:

@@ -9,7 +9,7 @@ what it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 
@@ -118,23 +118,8 @@ def evaluate(
     """
     since, horizon = date.fromisoformat(model.card.known_until).toordinal(), model.card.horizon_days
     judged, refused = _covered(model, gathered.histories)
-    until = max((int(h.days[-1]) for h in judged if len(h.days)), default=0)
-    if until <= since:
-        raise ForecastError(
-            f"the model knows everything until {model.card.known_until}, and the files end "
-            f"{day_text(until) if until else 'before'}: nothing to evaluate on. Give later "
-            "files, or train with an earlier --until"
-        )
-    tested: list[tuple[DriveHistory, Labels]] = []
-    early = unseen = 0
-    for history in judged:
-        found = labels(history, horizon=horizon, until=until, since=since)
-        if history.failed_day is not None and history.failed_day <= since + horizon:
-            early += history.failed_day > since
-        elif found.failed or found.negative.any():
-            tested.append((history, found))
-        else:
-            unseen += 1
+    until = _last_day(judged, model.card.known_until, since)
+    tested, early, unseen = _with_outcome(judged, since, until, horizon)
     margins, plain = _judge(model, tested, far)
     failed, healthy = len(plain[SUM].failed), len(plain[SUM].healthy)
     if not failed or not healthy:
@@ -154,6 +139,35 @@ def evaluate(
                       resamples=resamples, healthy_share=share),
         healthy_share=share, seed=seed,
     )  # fmt: skip
+
+
+def _last_day(judged: Sequence[DriveHistory], known_until: str, since: int) -> int:
+    """The last day of the files. Raises ForecastError when the model knows it."""
+    until = max((int(h.days[-1]) for h in judged if len(h.days)), default=0)
+    if until <= since:
+        raise ForecastError(
+            f"the model knows everything until {known_until}, and the files end "
+            f"{day_text(until) if until else 'before'}: nothing to evaluate on. Give later "
+            "files, or train with an earlier --until"
+        )
+    return until
+
+
+def _with_outcome(
+    judged: Sequence[DriveHistory], since: int, until: int, horizon: int
+) -> tuple[list[tuple[DriveHistory, Labels]], int, int]:
+    """Drives whose outcome is known; how many failed too early for that, how many are unseen."""
+    tested: list[tuple[DriveHistory, Labels]] = []
+    early = unseen = 0
+    for history in judged:
+        found = labels(history, horizon=horizon, until=until, since=since)
+        if history.failed_day is not None and history.failed_day <= since + horizon:
+            early += history.failed_day > since
+        elif found.failed or found.negative.any():
+            tested.append((history, found))
+        else:
+            unseen += 1
+    return tested, early, unseen
 
 
 def _covered(

@@ -90,8 +90,7 @@ def ingest(
     `overwrite`), and what the pool raises. Memory: four shard buffers a stream, one window.
     """
     began = perf_counter()
-    _check_on_error(on_error)
-    whole_argument("max_skipped", max_skipped, least=0)
+    _check_errors(on_error, max_skipped)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
     run = _Run(
@@ -103,17 +102,25 @@ def ingest(
         metadata={**opened.metadata, **(metadata or {})}, progress=progress,
     )  # fmt: skip
     manifest, done, resumed = run.go(fields, resume=resume)
+    return _report(name, opened, manifest, done, resumed=resumed, seconds=perf_counter() - began)
+
+
+def _report(
+    name: str, source: Source, manifest: DatasetManifest, done: Progressed, *, resumed: int,
+    seconds: float,
+) -> IngestReport:  # fmt: skip
     return IngestReport(
-        name=name, source=opened.where, format=opened.kind, samples=manifest.rows,
+        name=name, source=source.where, format=source.kind, samples=manifest.rows,
         bytes=done.nbytes, fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
-        order=done.plan["order"], skipped=done.skipped, ignored=opened.ignored,
-        resumed_samples=resumed, fingerprint=manifest.fingerprint, seconds=perf_counter() - began,
+        order=done.plan["order"], skipped=done.skipped, ignored=source.ignored,
+        resumed_samples=resumed, fingerprint=manifest.fingerprint, seconds=seconds,
     )  # fmt: skip
 
 
-def _check_on_error(on_error: str) -> None:
+def _check_errors(on_error: str, max_skipped: int) -> None:
     if on_error not in ON_ERROR:
         raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
+    whole_argument("max_skipped", max_skipped, least=0)
 
 
 def _sizes(shard_bytes: int | str, unit_bytes: int | str | None) -> dict[str, int | None]:

@@ -61,15 +61,7 @@ def simulate(
     owner = np.zeros(len(asked), np.int64) if jobs is None else np.asarray(jobs, np.int64)
     if owner.shape != asked.shape:
         raise ConfigError(f"{len(asked)} requests, but {owner.size} jobs: one for each is needed")
-    if known_order and epoch_starts is None:
-        raise ConfigError("known_order needs epoch_starts: where orders begin")
-    if known_order and drawn_batches:
-        raise ConfigError("known_order tells all: drawn_batches are of orders not known")
-    if batch < 1 or horizon_epochs < 0 or drawn_batches < 0:
-        raise ConfigError(
-            f"batch {batch}, horizon_epochs {horizon_epochs}, drawn_batches {drawn_batches}: at "
-            "least 1, 0 and 0"
-        )
+    _check_order(known_order, epoch_starts is not None, batch, horizon_epochs, drawn_batches)
     count = max(int(asked.max(initial=0)) + 1, blocks or 1)
     number = int(owner.max(initial=0)) + 1
     room = capacity_blocks if capacity_bytes is None else capacity_bytes
@@ -82,6 +74,13 @@ def simulate(
                 horizon_epochs if known_order else None, drawn_batches * batch // number)
         for job in range(number)
     ]  # fmt: skip
+    hit = _play(courses, asked, owner, batch)
+    return _report(policy, asked, hit, sizes)
+
+
+def _play(courses: Sequence[_Course], asked: Int64s, owner: Int64s, batch: int) -> Bools:
+    """Which requests hit. All jobs' requests of a batch are made before the next one's."""
+    number = len(courses)
     hit = np.empty(len(asked), np.bool_)
     for start in range(0, len(asked), batch):
         stop = min(start + batch, len(asked))
@@ -91,7 +90,22 @@ def simulate(
             else:
                 at = start + np.flatnonzero(owner[start:stop] == job)
                 hit[at] = courses[job].play(asked[at])
-    return _report(policy, asked, hit, sizes)
+    return hit
+
+
+def _check_order(
+    known_order: bool, has_starts: bool, batch: int, horizon_epochs: int, drawn_batches: int
+) -> None:
+    """Raise ConfigError for orders and batches that cannot be played."""
+    if known_order and not has_starts:
+        raise ConfigError("known_order needs epoch_starts: where orders begin")
+    if known_order and drawn_batches:
+        raise ConfigError("known_order tells all: drawn_batches are of orders not known")
+    if batch < 1 or horizon_epochs < 0 or drawn_batches < 0:
+        raise ConfigError(
+            f"batch {batch}, horizon_epochs {horizon_epochs}, drawn_batches {drawn_batches}: at "
+            "least 1, 0 and 0"
+        )
 
 
 class _Course:
