@@ -1,16 +1,14 @@
-"""Parsers of checkpoints: what lies in a pool, what others wrote, what ranks say to each other."""
+"""Parsers of checkpoints: what lies in a pool, and what ranks say to each other."""
 
 from __future__ import annotations
 
 import collections
 import datetime
 import decimal
-import io
 import json
 import pathlib
 import random
 import uuid
-import zipfile
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,10 +18,7 @@ import torch
 
 from hpstore.checkpoint.catalog.step_catalog import decode_protection
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
-from hpstore.checkpoint.convert.safetensors_files import read_safetensors
-from hpstore.checkpoint.convert.torch_files import read_torch_file, tensors_in
 from hpstore.checkpoint.dcp.dcp_metadata import torch_metadata
-from hpstore.checkpoint.dcp.storage_reader import checked_bytes
 from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, needs_more, sort_out
 from hpstore.checkpoint.format.items import FRAME_BYTES, Item, by_name, whole
 from hpstore.checkpoint.format.pack import Segment
@@ -49,10 +44,10 @@ from hpstore.trainers.named_checkpoints import Named
 from hpstore.trainers.pipelining.consumed_samples import Ledger, Vote
 from hpstore.trainers.rank_messages import of_bytes, to_bytes
 from tests.fuzz.engine import Target
-from tests.fuzz.pool_targets import record, scratch
+from tests.fuzz.pool_targets import record
+from tests.fuzz.weight_file_targets import LARGE
 
 Point = collections.namedtuple("Point", "x y")
-LARGE = 1 << 16  # elements; larger tensors are not made here
 STATE: dict[str, Any] = {
     "w": torch.arange(6.0).reshape(2, 3), "n": 5, "f": float("nan"), "big": 1 << 80, "t": (1, "a"),
     "p": Point(1, 2), "s": {1, 2}, "d": collections.deque([1], 4), "c": collections.Counter("ab"),
@@ -230,77 +225,6 @@ def take_frame(data: bytes) -> None:
         decode(_CODECS[data[0] % 4], np.frombuffer(data[1:], np.uint8), np.empty(4096, np.uint8))
 
 
-def safetensors(entries: dict[str, Any], payload: bytes) -> bytes:
-    text = json.dumps(entries).encode()
-    return len(text).to_bytes(8, "little") + text + payload
-
-
-def safetensors_seeds() -> list[bytes]:
-    entries = {"__metadata__": {"format": "pt"},
-               "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-               "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}}  # fmt: skip
-    return [safetensors(entries, bytes(22))]
-
-
-def safetensors_body(data: bytes) -> list[bytes]:
-    size = int.from_bytes(data[:8], "little")
-    return [data[8 : 8 + size], data[8 + size :]]
-
-
-def safetensors_file(parts: Sequence[bytes]) -> bytes:
-    return len(parts[0]).to_bytes(8, "little") + parts[0] + b"".join(parts[1:])
-
-
-def take_safetensors(data: bytes) -> None:
-    for one in read_safetensors(scratch("m.safetensors", data)).values():
-        one.sum()
-
-
-def take_index(data: bytes) -> None:
-    folder = scratch("model.safetensors.index.json", data).parent / "hf"
-    folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors.index.json").write_bytes(data)
-    (folder / "a.safetensors").write_bytes(safetensors_seeds()[0])
-    read_safetensors(folder)
-
-
-def torch_seeds() -> list[bytes]:
-    made = []
-    state = {
-        "w": torch.arange(6.0).reshape(2, 3),
-        "n": [1, "a", {"b": torch.ones(2, dtype=torch.int8)}],
-    }
-    for zipped in (True, False):
-        raw = io.BytesIO()
-        torch.save(state, raw, _use_new_zipfile_serialization=zipped)
-        made.append(raw.getvalue())
-    return made
-
-
-def zip_body(data: bytes) -> list[bytes]:
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        return [part for m in archive.infolist() for part in (m.filename.encode(), archive.read(m))]
-
-
-def zip_file(parts: Sequence[bytes]) -> bytes:
-    raw = io.BytesIO()
-    with zipfile.ZipFile(raw, "w") as archive:
-        for name, body in zip(parts[::2], parts[1::2], strict=False):
-            archive.writestr(name.decode(errors="replace").replace("\0", "") or "x", body)
-    return raw.getvalue()
-
-
-def take_torch(data: bytes) -> None:
-    found = read_torch_file(scratch("m.pt", data), allow_pickle=False)
-    for one in tensors_in(found):
-        if one.layout is torch.strided and one.numel() <= LARGE:
-            one.clone()
-
-
-def take_dcp_bytes(data: bytes) -> None:
-    checked_bytes(io.BytesIO(data), "x")
-
-
 def attempt() -> bytes:
     return SaveAttempt(step=5, nonce="ab", host="h", boot="b", pid=4, namespace="n", started_ms=9,
                    references=("a/b",)).encode()  # fmt: skip
@@ -348,14 +272,6 @@ CHECKPOINT_TARGETS = [
            lambda data: decode_protection(data, where="x")),
     record("named", lambda: [Named(name="a", number=4).encode()],
            lambda data: Named.decode(data, where="x")),
-    Target(name="safetensors", run=take_safetensors, seeds=safetensors_seeds,
-           take_apart=safetensors_body, put_together=safetensors_file),
-    Target(name="safetensors-index", run=take_index, seeds=lambda: [
-           b'{"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}']),
-    Target(name="torch-file", run=take_torch, seeds=torch_seeds, take_apart=zip_body,
-           put_together=zip_file),
-    Target(name="dcp-bytes", run=take_dcp_bytes, seeds=torch_seeds, take_apart=zip_body,
-           put_together=zip_file),
     Target(name="rank-message", run=of_bytes,
            seeds=lambda: [to_bytes({"w": torch.ones(2, 3), "n": (1, 2)})]),
     Target(name="pipeline-vote", seeds=lambda: [json.dumps(VOTE).encode()],
@@ -365,4 +281,4 @@ CHECKPOINT_TARGETS = [
     Target(name="loader-state", seeds=lambda: [json.dumps(LOADER).encode()], run=take_loader_state),
 ]  # fmt: skip
 
-__all__ = ["CHECKPOINT_TARGETS", "zip_body", "zip_file"]
+__all__ = ["CHECKPOINT_TARGETS"]

@@ -5,10 +5,19 @@ from __future__ import annotations
 from tests.fuzz.checkpoint_targets import CHECKPOINT_TARGETS
 from tests.fuzz.data_targets import DATA_TARGETS
 from tests.fuzz.engine import Target
+from tests.fuzz.health_targets import HEALTH_TARGETS
 from tests.fuzz.pool_targets import POOL_TARGETS
+from tests.fuzz.source_targets import SOURCE_TARGETS
+from tests.fuzz.weight_file_targets import WEIGHT_FILE_TARGETS
 
-TARGETS: dict[str, Target] = {
-    target.name: target for target in (*POOL_TARGETS, *CHECKPOINT_TARGETS, *DATA_TARGETS)
-}
+_ALL = (
+    *POOL_TARGETS,
+    *HEALTH_TARGETS,
+    *CHECKPOINT_TARGETS,
+    *WEIGHT_FILE_TARGETS,
+    *DATA_TARGETS,
+    *SOURCE_TARGETS,
+)
+TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
 
 __all__ = ["TARGETS"]
