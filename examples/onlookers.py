@@ -95,6 +95,3 @@ def photograph(browser: str, url: str, picture: Path, *, profile: Path) -> None:
     )  # fmt: skip
     if not picture.exists():
         raise OSError(f"{browser} made no picture: {done.stderr.strip()[-300:]}")
-
-
-__all__ = ["BROWSERS", "Terminal", "fetch", "fetch_status", "find_browser", "photograph"]

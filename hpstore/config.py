@@ -440,8 +440,3 @@ def find_config(where: str | os.PathLike[str]) -> PoolConfig:
             raise ConfigError(f"no pool is called {text!r} here; give the path of its pool.toml")
         return load_config(link.resolve())
     return load_config(text)
-
-
-__all__ = ["PoolConfig", "Settings", "default_name", "find_config", "load_config", "parse_settings",
-           "parse_table", "register", "registry_path", "require_new", "setting", "with_advanced",
-           "save_config"]  # fmt: skip

@@ -318,8 +318,3 @@ def compare(group: Group, *, wanted: float, groups: int = 1, sectors: Sectors | 
             )
         )
     return found
-
-
-__all__ = ["HOURS_PER_YEAR", "SCHEMES", "Estimate", "Group", "Scheme", "Sectors", "RepairWindow",
-           "compare", "in_a_year", "longest_repair_hours", "losses_per_year", "nines",
-           "split", "total_per_year", "unreadable_per_year", "window", "years_to_loss"]  # fmt: skip

@@ -72,6 +72,3 @@ def _try_lock(directory: Path, name: str) -> int | None:
         raise
     os.close(fd)
     return None
-
-
-__all__ = ["file_lock"]

@@ -94,8 +94,3 @@ def format_bytes(count: float) -> str:
 def format_seconds(seconds: float) -> str:
     """What a call took, three figures: milliseconds below a second."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
-
-
-__all__ = ["GIB", "KIB", "MIB", "bytes_argument", "div_ceil", "format_bytes",
-           "format_seconds", "parse_bytes", "positive", "round_down", "round_up",
-           "whole_argument"]  # fmt: skip

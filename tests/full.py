@@ -41,6 +41,3 @@ def no_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "open", opened)
     patch.setattr(os, "mkdir", mkdir)
     patch.setattr(os, "posix_fallocate", allocate)
-
-
-__all__ = ["no_room"]

@@ -80,6 +80,3 @@ def agent_config(pool: PoolConfig, *, dry_run: bool = False) -> AgentConfig:
     )  # fmt: skip
     config = parse_table(raw, AgentConfig(), where=where, without=("policy",))
     return replace(config, policy=replace(policy, dry_run=dry_run))
-
-
-__all__ = ["AgentConfig", "agent_config"]

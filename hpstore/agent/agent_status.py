@@ -189,7 +189,3 @@ def publish(directory: Path, status: AgentStatus) -> None:
 def withdraw(directory: Path) -> None:
     """Remove the status, so that commands do not wait for an agent that has ended."""
     (directory / STATUS_FILE).unlink(missing_ok=True)
-
-
-__all__ = ["LOOKING_AGAIN", "AgentStatus", "DeviceView", "make_status", "publish",
-           "withdraw"]  # fmt: skip

@@ -57,6 +57,3 @@ class CallSlot(Generic[T]):
         if isinstance(error, (HpstoreError, OSError)):
             return error
         raise error
-
-
-__all__ = ["CallSlot"]

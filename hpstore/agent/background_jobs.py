@@ -381,6 +381,3 @@ class Jobs:
         known = {m.device_id: m.url for m in (*record.members, *record.evicted)}
         reason = f" ({job.reason})" if job.reason else ""
         return f"{job.kind} of {known.get(job.device, job.device)}{reason}"
-
-
-__all__ = ["Effort", "JobEvent", "BackgroundJob", "JobKind", "JobSight", "Jobs", "Report"]

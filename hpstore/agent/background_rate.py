@@ -71,6 +71,3 @@ def pause_seconds(busy_seconds: float, share: float) -> float:
 def scrub_rate(used_bytes: int, days: float, *, least: float = 1 << 20) -> float:
     """Return the bytes per second that read all data within nine tenths of `days`. Pure."""
     return max(least, used_bytes / (0.9 * days * 86400.0))
-
-
-__all__ = ["SharedPace", "pause_seconds", "scrub_rate"]

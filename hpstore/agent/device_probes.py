@@ -167,6 +167,3 @@ class Presence:
                     free_bytes=usage.free, probe_seconds=past,
                 )  # fmt: skip
         return found
-
-
-__all__ = ["Presence", "Seen"]

@@ -83,6 +83,3 @@ class Foreground:
         others = (moved - before[2]) - (own - before[3])
         self.bytes_per_second = max(0, others) / (now_seconds - before[0])
         self.known = True
-
-
-__all__ = ["Foreground", "block_device", "disks_below", "own_bytes"]

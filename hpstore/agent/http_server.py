@@ -129,6 +129,3 @@ def _handler(
             _log.debug(format, *args)
 
     return Handler
-
-
-__all__ = ["StatusServer", "parse_listen"]

@@ -437,6 +437,3 @@ class Agent(Closing):
         if not self.dry_run:
             withdraw(self.run_directory)
         self._stack.close()
-
-
-__all__ = ["Agent"]

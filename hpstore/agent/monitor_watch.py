@@ -74,6 +74,3 @@ class MonitorWatch:
 
     def close(self) -> None:
         self._stop()
-
-
-__all__ = ["MonitorWatch", "HealthWatch", "WatchedDevice"]

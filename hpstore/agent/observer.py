@@ -200,6 +200,3 @@ class Observer:
 def _block_of(url: str) -> str | None:
     path = url.removeprefix("file://")
     return None if "://" in path else block_device(path)
-
-
-__all__ = ["Observer", "WalkShape", "Walked"]

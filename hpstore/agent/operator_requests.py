@@ -72,6 +72,3 @@ def give_order(directory: Path, word: Command, device: str, clock: Clock) -> Ope
         text = seal({"format": FORMAT, "orders": rows}).decode()
         write_atomically(directory / ORDERS_FILE, text)
     return order
-
-
-__all__ = ["ORDERS_FILE", "OperatorRequest", "give_order", "read_orders"]

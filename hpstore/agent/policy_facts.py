@@ -128,6 +128,3 @@ def told_by_processes(
         device: said for device, said in told.items()
         if said.at_seconds > state.health(device).pardoned_seconds
     }  # fmt: skip
-
-
-__all__ = ["REPORT", "Sighting", "answers", "pool_facts", "reports_in", "told_by_processes"]

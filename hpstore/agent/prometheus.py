@@ -105,6 +105,3 @@ def exposition(status: Callable[[], AgentStatus | None]) -> Callable[[], bytes]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(StatusCollector(status))
     return lambda: generate_latest(registry)
-
-
-__all__ = ["StatusCollector", "exposition"]

@@ -78,6 +78,3 @@ def save_memory(directory: Path, memory: AgentState) -> None:
     """Replace the file; its bytes are synced before it has the name."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_atomically(directory / MEMORY_FILE, memory.encode().decode())
-
-
-__all__ = ["MEMORY_FILE", "AgentState", "load_memory", "save_memory"]

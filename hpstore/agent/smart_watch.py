@@ -149,6 +149,3 @@ def disks_of_path(path: str) -> list[str]:
     """Paths of the disks below a directory."""
     name = block_device(path)
     return [] if name is None else disks_below(name)
-
-
-__all__ = ["RECORD_FILE", "DiskSight", "DiskWatch", "disks_of_path", "outlook_of", "worst"]

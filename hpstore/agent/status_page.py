@@ -216,6 +216,3 @@ def _when(at_ms: int, now_ms: int = 0) -> str:
         return ""
     at, now = (datetime.fromtimestamp(ms / 1000, UTC) for ms in (at_ms, now_ms))
     return at.strftime("%H:%M:%S" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S UTC")
-
-
-__all__ = ["render", "sparkline"]

@@ -176,6 +176,3 @@ class KeyClaim:
         state = _State.of(register)
         if state.nonce or state.owner != given:
             raise ClaimLost(f"the claim of {self._key!r} was taken over")
-
-
-__all__ = ["KeyClaim", "ClaimLost", "Claims"]

@@ -106,6 +106,3 @@ def merge(images: Mapping[str, bytes]) -> dict[str, dict[int, SlotEntry]]:
                     promised=top.promised, order=top.order, value=top.value, copy=own.copy
                 )
     return lacking
-
-
-__all__ = ["CLAIMS", "SlotEntry", "SLOT_BYTES", "decode_entry", "encode_entry", "merge", "range_of"]

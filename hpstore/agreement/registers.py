@@ -147,23 +147,3 @@ class NothingToKeep:
 
     def keep(self) -> None:
         """It is whole."""
-
-
-__all__ = [
-    "AGENT",
-    "BUCKETS",
-    "HOLDS",
-    "MEMBERSHIP",
-    "REPAIR",
-    "VALUE_BYTES_MOST",
-    "WAITING",
-    "Change",
-    "HeldRegister",
-    "LocalRegisters",
-    "NothingToKeep",
-    "Register",
-    "Registers",
-    "bucket_of",
-    "key_register",
-    "repair_hold",
-]

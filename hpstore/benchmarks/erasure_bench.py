@@ -112,6 +112,3 @@ def _compare(
         "rates": rates(times, nbytes),
         "ratio_to_raw": ratio(times["hpstore"], times["raw"]),
     }
-
-
-__all__ = ["bench_erasure"]

@@ -67,6 +67,3 @@ def size_named(size: str, benchmark: str) -> int:
     if size in ("", "full"):
         return DEFAULT_BYTES[benchmark]
     return SMALL_BYTES if size == "small" else parse_bytes(size)
-
-
-__all__ = ["BENCHMARKS", "Options", "size_named"]

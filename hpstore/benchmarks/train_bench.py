@@ -165,6 +165,3 @@ def ratios(rows: Mapping[str, Any]) -> Found:
 def _median(row: Mapping[str, Any], name: str) -> float:
     """Of the repeats, where there are some."""
     return float(row.get("repeats", {}).get(name, {}).get("median", row["summary"][name]))
-
-
-__all__ = ["ComparisonFailed", "bench_train"]

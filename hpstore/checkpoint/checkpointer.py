@@ -399,6 +399,3 @@ class Checkpointer(Closing):
             The step is protected, or there is none.
         """
         self.steps.delete(step, force=force)
-
-
-__all__ = ["ALONE", "Checkpointer"]

@@ -146,6 +146,3 @@ class Steps:
     def list(self) -> list[int]:
         """Return the committed steps, ascending. Whether they can be read is verify()'s to find."""
         return self()
-
-
-__all__ = ["Steps"]

@@ -187,6 +187,3 @@ def show_agent(status: AgentStatus) -> None:
     for event in status.events[:10]:
         at = datetime.fromtimestamp(event.at_ms / 1000, UTC).strftime("%H:%M:%S")
         sys.stdout.write(f"{at} {event.text}\n")
-
-
-__all__ = ["agents", "emit_line", "show_agent"]

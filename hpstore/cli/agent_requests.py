@@ -117,6 +117,3 @@ def _require_obeyed(status: dict[str, object], number: int) -> None:
         text = str(event.get("text", "")) if isinstance(event, dict) else ""
         if text.startswith(f"order {number}, "):
             raise MembershipError(text)
-
-
-__all__ = ["RequestOutcome", "looked_after", "order", "tell"]

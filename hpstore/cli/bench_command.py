@@ -19,7 +19,7 @@ from hpstore.cli.output import emit_json, json_text, table
 from hpstore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hpstore.benchmarks.suite import Options
+    from hpstore.benchmarks.harness.measure import Options
 
 
 _NAMES = "cache, checkpoint, devices, erasure, health, loader, train"
@@ -74,7 +74,8 @@ def run(
     hpstore bench devices erasure --json -
     """
     from hpstore.benchmarks.harness.bench_report import describe
-    from hpstore.benchmarks.suite import BENCHMARKS, Options, size_named
+    from hpstore.benchmarks.harness.measure import Options
+    from hpstore.benchmarks.suite import BENCHMARKS, size_named
 
     _require_runnable(names, BENCHMARKS, json_file, yes=yes)
     told = Options(
@@ -154,6 +155,3 @@ def interrupted_by(number: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
-
-
-__all__ = ["interrupted_by", "measured", "run", "show_stages"]

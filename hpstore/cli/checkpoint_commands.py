@@ -233,6 +233,3 @@ def unprotect(
         before = steps.protected().get(name)
         steps.unprotect(name)
     say({"step": before, "name": name}, f"{name} protects nothing now", as_json=as_json)
-
-
-__all__ = ["checkpoints"]

@@ -191,6 +191,3 @@ def _summary_text(found: Description) -> str:
                 f"{key} {value}" for key, value in said[name].items()]  # fmt: skip
             text += f"{name}: {', '.join(map(str, shown))}\n"
     return text
-
-
-__all__ = ["Description", "StepRow", "described", "listed", "show_tree", "table_of"]

@@ -119,5 +119,3 @@ _add(app, POOL, _POOL)
 _add(app, OBJECT, _OBJECT)
 _add(app, DEVICE, _DEVICE)
 _add(app, TOOLS, _TOOLS)
-
-__all__ = ["app"]

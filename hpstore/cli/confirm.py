@@ -50,6 +50,3 @@ def first_of(things: list[str]) -> str:
     """The first few of them, and how many there are."""
     more = f" and {len(things) - _NAMED} more" if len(things) > _NAMED else ""
     return ", ".join(things[:_NAMED]) + more
-
-
-__all__ = ["REFUSED_EXIT_CODE", "agree", "agree_to_replace", "first_of", "on_terminal"]

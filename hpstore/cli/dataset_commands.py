@@ -197,6 +197,3 @@ def rm(pool: PoolName, name: Name, yes: Yes = False, as_json: Json = False) -> N
     with hpstore.open(pool) as opened:
         delete_dataset(opened, name)
     say({"deleted": name}, f"data set {name} is deleted", as_json=as_json)
-
-
-__all__ = ["datasets"]

@@ -198,7 +198,3 @@ def sharing(group: str, mode: str | None) -> Settings:
     if group and not directory & 0o070:
         raise ConfigError(f"--mode {mode} gives the group {group} no rights; 0770 gives it all")
     return Settings(group=group, directory_mode=directory, file_mode=directory & 0o666)
-
-
-__all__ = ["add", "drain", "evict", "note_shared_disks", "readmit",
-           "release", "replace", "sharing", "sit_out"]  # fmt: skip

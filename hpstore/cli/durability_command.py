@@ -259,6 +259,3 @@ def _show_schemes(answer: DurabilityReport, size: int) -> None:
     wanted = f"{answer.wanted:g} nines"
     columns = ["scheme", "stored a byte", "nines", wanted, "if whole again within"]
     table("", columns + ["if rebuilt at"] * bool(size), rows)
-
-
-__all__ = ["run"]

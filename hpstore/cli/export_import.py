@@ -101,6 +101,3 @@ def import_(
         f"{report.path} is step {report.step} under {prefix}: {report.tensors} tensors, "
         f"{format_bytes(report.bytes)}\n"
     )
-
-
-__all__ = ["export", "import_"]

@@ -58,6 +58,3 @@ def _directories(place: str) -> list[str]:
     if not found:
         raise ConfigError(f"no device of {place} is a directory that is there now")
     return found
-
-
-__all__ = ["run"]

@@ -300,6 +300,3 @@ def _cells(found: AlarmOutcome) -> tuple[str, ...]:
         f"{lead.quartile_1:.1f} / {lead.median:.1f} / {lead.quartile_3:.1f}",
         "" if found.precision_rescaled is None else f"{found.precision_rescaled:.3f}",
     )  # fmt: skip
-
-
-__all__ = ["health"]

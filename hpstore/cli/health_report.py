@@ -99,6 +99,3 @@ def _said(found: Forecast) -> str:
 def _show_refusals(found: Sequence[Forecast]) -> None:
     for reason, count in Counter(f.refusal for f in found if f.refusal).most_common(8):
         sys.stdout.write(f"no forecast for {count} drives: {reason}\n")
-
-
-__all__ = ["report_files", "report_machine"]

@@ -254,6 +254,3 @@ def rm(
         raise broken[-1]
     if absent and not ignore_missing:
         raise typer.Exit(ObjectNotFound.exit_code)
-
-
-__all__ = ["get", "ls", "put", "rm", "stat", "versions"]

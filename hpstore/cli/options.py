@@ -83,7 +83,3 @@ ParityUnits = Annotated[
     typer.Option("--parity", help="parity units per stripe, m: how many losses it survives"),
 ]
 SchemeText = Annotated[str | None, typer.Option("--scheme", help="k+m, such as 4+2, for both")]
-
-__all__ = ["AllowRootDisk", "DataUnits", "DeviceName", "Force", "Json", "Keys", "ParityUnits",
-           "PoolName", "Prefix", "Rate", "SchemeText", "StepName", "Yes", "complete_device",
-           "complete_pool", "parse_size", "size_option"]  # fmt: skip

@@ -172,8 +172,3 @@ def show_rebalance(report: RebalanceReport) -> None:
     )
     for key, reason in report.failed.items():
         sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
-
-
-__all__ = ["UNMENDED_EXIT_CODE", "StdoutConsole", "appears_whole", "emit_json", "json_text",
-           "output_file", "require_place", "say", "show_rebalance", "show_report",
-           "standard_input", "table"]  # fmt: skip

@@ -228,6 +228,3 @@ def _finish(what: str, report: RebuildReport, as_json: bool) -> None:
         show_report(what, report)
     if report.unreadable or report.failed or report.stuck:
         raise typer.Exit(UNMENDED_EXIT_CODE)
-
-
-__all__ = ["create", "rebalance", "rebuild", "scrub", "status"]

@@ -201,7 +201,3 @@ def _next_where_all_answer(status: PoolStatus, pool: str, agent: AgentSight | No
     if _count(status, "full"):
         return f"hpstore rebalance {pool}"
     return "" if status.objects else f"hpstore put {pool} KEY FILE"
-
-
-__all__ = ["AgentSight", "Level", "Verdict", "agent_sight", "judged", "number", "verdict_of",
-           "verdict_of_closed"]  # fmt: skip

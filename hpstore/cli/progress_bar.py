@@ -95,6 +95,3 @@ def progress_bar(what: str) -> Iterator[Bar]:
         console=console, transient=True, disable=not console.is_terminal,
     ) as shown:  # fmt: skip
         yield Bar(what, shown)
-
-
-__all__ = ["Bar", "SampleCount", "progress_bar"]

@@ -213,6 +213,3 @@ def _details(status: PoolStatus) -> list[str]:
     ways = Counter(device.known_by for device in status.devices if device.known_by)
     lines += [f"{count} devices: {way}" for way, count in ways.items()]
     return [*lines, *status.decisions]
-
-
-__all__ = ["device_lines", "shared_directory", "show_status", "show_verdict"]

@@ -188,6 +188,3 @@ def _rows(row: Row, name: str) -> list[Row]:
 def _number(row: Row, name: str) -> float:
     found = row.get(name)
     return float(found) if isinstance(found, int | float) else 0.0
-
-
-__all__ = ["agent_view", "bars", "pool_view", "watch"]

@@ -43,6 +43,3 @@ def resolved(steps: StepCatalog, step: str) -> int:
             else nothing_under(steps.pool, steps.prefix)
         )
     return found
-
-
-__all__ = ["resolved", "steps_of"]

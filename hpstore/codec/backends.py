@@ -216,6 +216,3 @@ def self_test(backend: Backend) -> None:
 
 
 BACKENDS = ("isal-pyeclib", "isal-system", "pyeclib", "numpy")
-
-__all__ = ["BACKENDS", "Backend", "Coder", "Columns", "IsalBackend", "NumpyBackend",
-           "PyeclibBackend", "bundled_isal", "open_backend", "self_test"]  # fmt: skip

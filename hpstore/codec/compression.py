@@ -104,6 +104,3 @@ def _zstd_blocks_end(stored: Bytes, at: int) -> int | None:
 
 def _u32(number: int) -> bytes:
     return number.to_bytes(4, "little")
-
-
-__all__ = ["NAMES", "SHUFFLED", "Encode", "decode", "encoder"]

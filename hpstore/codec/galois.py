@@ -95,7 +95,3 @@ def recovery_matrix(
         raise ValueError(f"{len(have)} columns given, {data} needed")
     generator = cauchy_matrix(data, parity)
     return matmul(generator[list(want)], invert(generator[list(have)]))
-
-
-__all__ = ["Bytes", "cauchy_matrix", "inverse", "invert", "matmul", "multiply", "product_table",
-           "recovery_matrix"]  # fmt: skip

@@ -187,6 +187,3 @@ def _wanted(root: int) -> Spares:
 
 def _name(kind: str) -> str:
     return f"{BALLAST}/{kind}{secrets.token_hex(8)}"
-
-
-__all__ = ["BALLAST", "DeviceBallast"]

@@ -306,30 +306,3 @@ def denied(error: OSError, url: str, operation: str) -> DeviceDenied:
         hint = rights_hint(denied_path(url, DIRECTORIES))
     note_lack(DeviceDenied, hint)
     return DeviceDenied(f"{operation} was refused on device {url}: {hint}", device=url)
-
-
-__all__ = [
-    "BLAMELESS",
-    "DEBTS",
-    "DIRECTORIES",
-    "ORPHAN_SECONDS",
-    "QUARANTINE",
-    "READABLE",
-    "RECYCLE",
-    "RECYCLE_MIN_BYTES",
-    "REGISTERS",
-    "REGISTERS_BYTES",
-    "RELEASED",
-    "TMP",
-    "Device",
-    "DirectoryEntry",
-    "Hold",
-    "ReadHandle",
-    "Stamp",
-    "Usage",
-    "WriteHandle",
-    "denied",
-    "raise_device_error",
-    "recycled_bytes",
-    "recycled_path",
-]

@@ -123,6 +123,3 @@ def parent_beneath(root: int, path: str) -> Iterator[tuple[int, str]]:
 def is_foreign(error: OSError) -> bool:
     """Whether open_beneath refused something that is not ours: a link, a pipe, a device node."""
     return error.errno in (errno.ELOOP, errno.ENXIO)
-
-
-__all__ = ["SHARED", "is_foreign", "open_beneath", "parent_beneath", "rename_beneath", "widen"]

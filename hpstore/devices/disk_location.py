@@ -96,6 +96,3 @@ def _link(path: str) -> str:
         return os.readlink(path)
     except OSError:
         return ""
-
-
-__all__ = ["Location", "Opener", "locate", "openers"]

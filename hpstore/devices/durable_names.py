@@ -70,6 +70,3 @@ def _removed(fd: int) -> bool:
         return os.fstat(fd).st_nlink == 0
     except OSError:  # a network file system's, removed by another host
         return True
-
-
-__all__ = ["MOST", "DurableNames"]

@@ -161,6 +161,3 @@ def _try_lock(fd: int, offset: int, nbytes: int) -> bool:
 
 def _set(fd: int, kind: int, offset: int, nbytes: int) -> None:
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, offset, nbytes, 0))
-
-
-__all__ = ["LocalHold", "hold_range", "make_registers"]

@@ -89,7 +89,3 @@ def risen(name: str, data: bytes, value: int, pool_key: PoolKey | None = None) -
         return max(decode_counter(name, data, where="", pool_key=pool_key), value)
     except IntegrityError:
         return value
-
-
-__all__ = ["COUNTER_BYTES", "HORIZON", "MARK", "HorizonGuard", "HorizonPassed", "decode_counter",
-           "encode_counter", "risen"]  # fmt: skip

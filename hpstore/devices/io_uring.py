@@ -344,6 +344,3 @@ def read_batch(
 def _give_up(error: OSError) -> None:
     _problem.append(f"io_uring: {error.strerror}")
     _log.warning("many reads are made one by one, not in one call: %s", _problem[0])
-
-
-__all__ = ["ENTRIES", "LATE", "UNTRIED", "RingBatch", "Ring", "problem", "read_batch"]

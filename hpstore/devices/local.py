@@ -478,6 +478,3 @@ def _unread(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-__all__ = ["LocalDevice"]

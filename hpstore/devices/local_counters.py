@@ -137,6 +137,3 @@ class LocalCounters(ABC):
             fcntl.flock(fd, fcntl.LOCK_SH)
             guard.check(self._decoded(fd, HORIZON, guard.pool_key), self.url)
             yield
-
-
-__all__ = ["LocalCounters"]

@@ -252,6 +252,3 @@ class LocalFiles(LocalCounters):
         fd = self._roots.pop(os.getpid(), -1)
         if fd >= 0:
             os.close(fd)
-
-
-__all__ = ["LocalFiles"]

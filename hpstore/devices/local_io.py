@@ -306,21 +306,3 @@ def aligned_copy(buffer: Bytes) -> Bytes:
     copy = aligned_array(round_up(len(buffer), ALIGNMENT_BYTES))[: len(buffer)]
     copy[:] = buffer
     return copy
-
-
-__all__ = [
-    "LocalReader",
-    "LocalWriter",
-    "aligned_copy",
-    "allocate",
-    "gone",
-    "is_full",
-    "names_fold",
-    "names_normalise",
-    "note_names",
-    "open_root",
-    "raise_local_error",
-    "sync_filesystem",
-    "temporary_path",
-    "unlock_and_close",
-]

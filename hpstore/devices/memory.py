@@ -389,6 +389,3 @@ class MemoryReader:
             self._closed = True
             with self._device._lock:
                 self._open.readers -= 1
-
-
-__all__ = ["MemoryDevice"]

@@ -45,6 +45,3 @@ def parse_mounts(text: str) -> list[MountEntry]:
 def unescape(text: str) -> str:
     """A name of a table of mounts, of fstab(5) too: blanks and the like are octal there."""
     return _OCTAL.sub(lambda found: chr(int(found[1], 8)), text)
-
-
-__all__ = ["MountEntry", "parse_mounts", "read_mounts", "unescape"]

@@ -36,6 +36,3 @@ def set_direct(fd: int, *, on: bool) -> None:
 
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-
-
-__all__ = ["set_direct", "statx_alignment"]

@@ -330,8 +330,3 @@ def is_denied(error: Exception) -> bool:
 def same_form(url: str) -> str:
     """A URL without its secrets, a path made absolute: equal for equal places."""
     return without_secrets(url) if "://" in url else os.path.abspath(url)
-
-
-__all__ = ["OpenedDevice", "Opener", "Proof", "claim", "device_opener",
-           "identify", "identify_all", "is_denied", "is_released", "make_place", "prove",
-           "remove_place", "require_unused", "same_form"]  # fmt: skip

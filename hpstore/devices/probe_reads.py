@@ -93,6 +93,3 @@ def stopped_writing(root: int, mounts: str = MOUNTS) -> str:
         if found:
             return _STOPPED[min(found)]
     return ""
-
-
-__all__ = ["read_last_page", "some_file", "stopped_writing"]

@@ -296,6 +296,3 @@ class RemoteReader:
 
     def close(self) -> None:
         """Nothing is held."""
-
-
-__all__ = ["RemoteDevice"]

@@ -79,16 +79,3 @@ def plan_spares(total_bytes: int, inodes: int) -> Spares:
     if inodes:
         files = min(files, max(SPARES_LEAST, inodes // 100))
     return Spares(files=files, directories=max(2, files // 4))
-
-
-__all__ = [
-    "RECORD_SPARES",
-    "SMALL_COLUMN_BYTES",
-    "SPARES_LEAST",
-    "SPARE_BYTES",
-    "Spares",
-    "plan_spares",
-    "reserve_bytes",
-    "reserve_inodes",
-    "shortage",
-]

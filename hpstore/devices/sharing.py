@@ -99,6 +99,3 @@ def _is_there(directory: int, name: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-__all__ = ["Modes", "make_directory", "modes_on", "share_root", "widen_directory"]

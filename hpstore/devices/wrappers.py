@@ -304,7 +304,3 @@ class CrashCounter(DeviceWrapper):
         if number >= self._crash_at:
             raise SimulatedCrash(f"{operation} on {self.url}")
         return call()
-
-
-__all__ = ["Bandwidth", "CrashCounter", "DeviceWrapper", "FaultyDevice", "SimulatedCrash",
-           "ThrottledDevice"]  # fmt: skip

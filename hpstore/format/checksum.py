@@ -151,16 +151,3 @@ def table_root(seed: int, table: NDArray[np.uint64]) -> bytes:
 def digest128(data: bytes | memoryview) -> bytes:
     """Unseeded 128-bit digest, for records and checkpoint items."""
     return xxhash.xxh3_128_digest(data)
-
-
-__all__ = [
-    "DIGEST_BYTES",
-    "ROOT_BYTES",
-    "ColumnChecks",
-    "bad_blocks",
-    "block_digests",
-    "block_seeds",
-    "column_seed",
-    "digest128",
-    "table_root",
-]

@@ -251,20 +251,3 @@ def decode_table(
     if not checks.blind and not compare_digest(checks.root(table), raw[-ROOT_BYTES:]):
         raise IntegrityError(f"{where}: checksum table does not match its root")
     return table
-
-
-__all__ = [
-    "FORMAT",
-    "HEADER_BYTES",
-    "KEYED_FORMAT",
-    "MAX_METADATA_BYTES",
-    "ColumnHeader",
-    "Metadata",
-    "column_file_bytes",
-    "decode_header",
-    "decode_table",
-    "encode_header",
-    "encode_metadata",
-    "encode_table",
-    "table_bytes",
-]

@@ -34,6 +34,3 @@ def without_secrets_of(url: str, text: str) -> str:
     for secret in sorted(filter(None, secrets), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
-
-
-__all__ = ["has_secrets", "without_secrets", "without_secrets_of"]

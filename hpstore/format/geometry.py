@@ -162,17 +162,3 @@ def plan_geometry(size: int, *, data: int, parity: int, unit_bytes: int, usable:
 def block_span(start: int, end: int, column_bytes: int) -> tuple[int, int]:
     """The smallest run of whole checksummed blocks that covers column bytes [start, end)."""
     return start // BLOCK_BYTES * BLOCK_BYTES, min(round_up(end, BLOCK_BYTES), column_bytes)
-
-
-__all__ = [
-    "ALIGNMENT_BYTES",
-    "BLOCK_BYTES",
-    "SMALL_OBJECT_BYTES",
-    "Code",
-    "Geometry",
-    "Piece",
-    "block_span",
-    "check_unit_bytes",
-    "check_width",
-    "plan_geometry",
-]

@@ -251,21 +251,3 @@ _PLAIN = re.compile(rf"[0-9a-z_-][0-9a-z._-]{{0,{MAX_NAME_BYTES - 1}}}")
 def object_directory(key: str, *, folding: bool = False) -> str:
     """Directory of a key, relative to the device root."""
     return "/".join([OBJECTS, *(escape(part, folding=folding) for part in key.split("/"))])
-
-
-__all__ = [
-    "MAX_KEY_BYTES",
-    "MAX_COUNTER",
-    "OBJECTS",
-    "ColumnName",
-    "ContentId",
-    "Kind",
-    "NameTags",
-    "Version",
-    "check_key",
-    "component_of",
-    "escape",
-    "object_directory",
-    "parse_column_name",
-    "unescape",
-]

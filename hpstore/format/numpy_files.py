@@ -114,6 +114,3 @@ def _read_header(file: IO[bytes]) -> _Header:
     return _Header(
         dtype=dtype, shape=sizes, fortran=body["fortran_order"], nbytes=8 + width + size
     )  # fmt: skip
-
-
-__all__ = ["mapped_npy", "npz_arrays"]

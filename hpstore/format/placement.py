@@ -120,7 +120,3 @@ def tolerated_domains(width: int, data: int, domain_sizes: Sequence[int]) -> int
             break
         left, lost = left - load, lost + 1
     return lost
-
-
-__all__ = ["Candidate", "bound_spread", "choose", "domain_cap", "lost_columns", "placeable", "rank",
-           "score", "tolerated_domains"]  # fmt: skip

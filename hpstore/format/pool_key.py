@@ -110,7 +110,3 @@ def parse_pool_key(text: object, *, where: str) -> PoolKey:
             f'them, or "{LOST}" to read what is there without any check'
         )
     return PoolKey(secret)
-
-
-__all__ = ["KEY_BYTES", "LOST", "MAC_BYTES", "TAG_DIGITS", "PoolKey", "Use",
-           "new_pool_key", "parse_pool_key"]  # fmt: skip

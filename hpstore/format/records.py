@@ -427,22 +427,3 @@ def shown_members(record: PoolRecord, now_ms: int, *, past: bool = False) -> lis
         *(m for m in record.evicted
           if past or m.state is not DeviceState.HEALED or m.since_ms > until_ms),
     ]  # fmt: skip
-
-
-__all__ = [
-    "FORMAT",
-    "IDENTITY_FILE",
-    "MAX_DOMAIN_BYTES",
-    "MAX_RECORD_BYTES",
-    "NEWEST_FORMAT",
-    "POOL_FILE",
-    "Debt",
-    "DeviceState",
-    "Identity",
-    "Member",
-    "PoolRecord",
-    "check_domain",
-    "seal",
-    "shown_members",
-    "unseal",
-]

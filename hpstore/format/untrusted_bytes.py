@@ -57,6 +57,3 @@ def whole(value: object, name: str, *, least: int = 0, most: int = MOST) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of {least} to {most}")
     return value
-
-
-__all__ = ["MALFORMED", "MOST", "brief", "most_inflated", "parsing", "whole"]

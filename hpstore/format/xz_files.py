@@ -80,6 +80,3 @@ class _Inflated(io.RawIOBase):
 
 def _decoder() -> lzma.LZMADecompressor:
     return lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=DECODER_BYTES)
-
-
-__all__ = ["DECODER_BYTES", "open_xz"]

@@ -30,6 +30,3 @@ def verdicts_of_processes(
         and now_seconds - said.at_seconds <= _TOLD_SECONDS
         and lives(said.process)
     }
-
-
-__all__ = ["verdicts_of_processes"]

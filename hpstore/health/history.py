@@ -232,6 +232,3 @@ def _make(path: str) -> None:
 
 def _quoted(path: str) -> str:
     return path.replace("%", "%25").replace("?", "%3f").replace("#", "%23")
-
-
-__all__ = ["SCHEMA", "History", "PastSample"]

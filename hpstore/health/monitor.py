@@ -457,6 +457,3 @@ def _run(reference: weakref.ref[Monitor], stop: threading.Event) -> None:
                 _log.exception("a tick of the health monitor failed; it goes on")
             told = True
         del monitor
-
-
-__all__ = ["HEDGE_SHARE", "TICK_SECONDS", "Monitor", "history_path"]

@@ -54,6 +54,3 @@ class Round:
     verdicts: Sequence[DeviceVerdict]
     now_seconds: float  # monotonic
     at_seconds: float  # since 1970
-
-
-__all__ = ["DeviceSight", "HealthSnapshot", "Round"]

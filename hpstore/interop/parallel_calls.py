@@ -173,7 +173,3 @@ def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes 
         return read_slice(reader, start, end)
     except Exception as error:  # noqa: BLE001 (handed to the caller)
         return error
-
-
-__all__ = ["MERGED_BYTES", "WORKERS", "Span", "merge_parts", "read_ranges",
-           "read_slice", "read_parts", "share_out", "slice_bounds", "stat_all"]  # fmt: skip

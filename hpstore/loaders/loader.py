@@ -456,6 +456,3 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 engine.close()
                 self._engine_stats = engine.stats()
             self._let_engine_go()
-
-
-__all__ = ["DataLoader"]

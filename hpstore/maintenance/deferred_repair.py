@@ -204,6 +204,3 @@ class Postponing:
 
 def _when(at_ms: int) -> str:
     return datetime.fromtimestamp(at_ms / 1000, UTC).strftime("%F %T UTC")
-
-
-__all__ = ["NOTE", "Expiry", "Postponing", "note_key", "read_notes"]

@@ -121,6 +121,3 @@ def require_room_to_drain(store: PoolContext, member: Member) -> None:
             f"what {member.url} holds has nowhere to go: {len(left)} other devices have room. "
             f"Nothing was changed. {full}Add devices, then drain it."
         )
-
-
-__all__ = ["depends_on", "endangered", "holds_live_files", "lost_without", "require_room_to_drain"]

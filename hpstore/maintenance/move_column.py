@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from hpstore.devices.horizon_guard import HorizonPassed
 from hpstore.errors import ObjectNotFound
 from hpstore.maintenance.rebuild_columns import rebuild_columns
-from hpstore.maintenance.repair_object import Throttle
 from hpstore.objects.context import PoolContext
 from hpstore.objects.horizon import read_horizons
 from hpstore.objects.read.object_reader import Changed
@@ -16,6 +15,7 @@ from hpstore.objects.read.resolve import open_survey
 from hpstore.objects.survey import Survey, stable_survey
 from hpstore.objects.write.column_writer import MembershipMoved
 from hpstore.objects.write.delete_files import remove_files
+from hpstore.objects.write.stripe_writer import Throttle
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,3 @@ def _remove(store: PoolContext, survey: Survey, source: str, target: str) -> Non
         store, survey.key,
         [file for file in survey.files if file.device == source and file.name in files],
     )  # fmt: skip
-
-
-__all__ = ["move_column"]

@@ -259,17 +259,3 @@ def _in_order(surveys: Mapping[str, Survey]) -> Sequence[str]:
         return surveys[key].files[0].name.kind is not Kind.COLUMN, digest128(key.encode())
 
     return sorted((key for key in surveys if surveys[key].files), key=rank)
-
-
-__all__ = [
-    "SPREAD",
-    "DeviceFill",
-    "ColumnMove",
-    "RebalanceReport",
-    "evens_out",
-    "fills_of",
-    "movable",
-    "plan_move",
-    "rebalance_all",
-    "spread_of",
-]

@@ -296,8 +296,3 @@ def pay_debts(store: PoolContext) -> int:
             clear_debt(store, debt)
             paid += 1
     return paid
-
-
-__all__ = ["WorkPace", "Progress", "ProgressCallback", "RateLimit", "RebuildReport", "RepairTally",
-           "is_deleted", "needs_work",
-           "pay_debts", "plan_rebuild", "rebuild_all"]  # fmt: skip

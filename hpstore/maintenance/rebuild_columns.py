@@ -106,6 +106,3 @@ def _write_run(columns: ColumnSet, low: int, run: RebuiltRun) -> None:
     columns.settle(
         columns.submit(lambda c: lambda: c.write(low, [run.rows[c.header.column]]))
     )  # fmt: skip
-
-
-__all__ = ["rebuild_columns"]

@@ -387,6 +387,3 @@ class ObjectSource:
         self._throttle(len(out))
         with self._lock:
             self._reader.read_into(start, out)
-
-
-__all__ = ["RepairAction", "Repair", "Throttle", "no_throttle", "repair_object"]

@@ -118,6 +118,3 @@ def scrub_all(
         store.each(store.view.devices, lambda _, device: device.sweep())
         pay_debts(store)
     return tally.report()
-
-
-__all__ = ["read_cursor", "scrub_all", "write_cursor"]

@@ -202,7 +202,3 @@ def needed_by(layout: Layout, devices: Set[str]) -> set[str]:
 
 def _worst(found: list[Degraded]) -> list[Degraded]:
     return sorted(found, key=lambda row: (row.spare, row.key))[:_NAMED]
-
-
-__all__ = ["Condition", "Degraded", "as_of_now", "losses_tolerated", "needed_by",
-           "survey_condition"]  # fmt: skip

@@ -148,7 +148,3 @@ def sweep_deleted(store: PoolContext) -> int:
             break
         keys[key] = None
     return sweep_keys(store, keys)
-
-
-__all__ = ["DUE_DELETES", "may_be_swept", "sweep_deleted", "sweep_keys",
-           "sweep_surveyed", "sweepable", "torn_layouts", "young_counter"]  # fmt: skip

@@ -61,6 +61,3 @@ def observed_devices(directory: Path, now_ms: int) -> dict[str, ObservedDevice]:
         for row in rows
         if isinstance(row, Mapping)
     }  # fmt: skip
-
-
-__all__ = ["STALE_SECONDS", "STATUS_FILE", "ObservedDevice", "observed_devices", "read_status"]

@@ -34,7 +34,7 @@ from hpstore.format.records import (
     check_domain,
 )
 from hpstore.maintenance.dependents import depends_on, endangered, holds_live_files
-from hpstore.maintenance.repair_object import RepairAction, Throttle, repair_object
+from hpstore.maintenance.repair_object import RepairAction, repair_object
 from hpstore.membership.members import (
     UnclearChange,
     commit_record,
@@ -50,6 +50,7 @@ from hpstore.objects.horizon import come_back_at, come_back_below
 from hpstore.objects.key_listing import walk
 from hpstore.objects.survey import newest_by_name, path_on
 from hpstore.objects.write.debts import keep_debts
+from hpstore.objects.write.stripe_writer import Throttle
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -406,8 +407,3 @@ def here_store(store: PoolContext, view: View) -> PoolContext:
         metrics=store.metrics, clock=store.clock, counter=store.counter, settings=store.settings,
         read_only=store.read_only, pool_key=store.pool_key, routing=store.routing,
     )  # fmt: skip
-
-
-__all__ = ["Reconciled", "add_member", "claimed_by", "drain_member",
-           "evict_member", "readmit_member",
-           "reconcile", "set_state"]  # fmt: skip

@@ -296,6 +296,3 @@ def unavailable(
         f"changed, and reading goes on. Bring devices back, or make them writable for this user "
         f"(file_mode): {reasons or 'they are missing'}"
     )
-
-
-__all__ = ["POLL_SECONDS", "LockAttempt", "DeviceLocks", "lock_timeout", "majority", "unavailable"]

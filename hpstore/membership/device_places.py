@@ -105,7 +105,3 @@ def _unmounted(path: str, fstab: str) -> str:
         if f"{path}/".startswith(f"{place}/") and not os.path.ismount(place):
             return place
     return ""
-
-
-__all__ = ["disk_of", "filesystem_of", "local_path", "require_mounted", "sharing_a_disk",
-           "sharing_note"]  # fmt: skip

@@ -186,6 +186,3 @@ class DeviceRegisters:
                 f"records of claims reached {len(whole)} of {len(staying)} members to be, more "
                 "than half are needed. The membership is unchanged; bring devices back."
             )
-
-
-__all__ = ["DeviceRegisters"]

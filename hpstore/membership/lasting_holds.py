@@ -118,6 +118,3 @@ def _holder(hold: Hold) -> str:
         return f"process {who['pid']} on {who['host']} ({who['what']})"
     except MALFORMED:
         return ""
-
-
-__all__ = ["KeptHold"]

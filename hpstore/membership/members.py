@@ -407,9 +407,3 @@ def _described(member: Member, devices: Mapping[str, Device]) -> str:
     where = "is there now" if device is not None else "was there last, does not answer"
     url = member.url if device is None else device.url
     return f"{member.device_id[:8]} ({url}, {member.state}, {where})"
-
-
-__all__ = ["UnclearChange", "check_memory", "check_unit", "commit_record", "create_members",
-           "find_member", "is_rolled_forward", "newest_of", "newest_record", "roll_forward",
-           "with_healed", "with_member", "with_state", "without_member",
-           "writable_devices"]  # fmt: skip

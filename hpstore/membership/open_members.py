@@ -265,7 +265,3 @@ def make_view(record: PoolRecord, opened: Iterable[OpenedDevice], problems: dict
             continue
         devices[device_id] = found.device
     return View(record=record, devices=devices)
-
-
-__all__ = ["Opened", "belongs", "copied", "foreign", "make_view", "open_members", "refusing",
-           "require_key_to_write", "suffice", "trusted", "unlisted"]  # fmt: skip

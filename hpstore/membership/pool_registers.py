@@ -48,6 +48,3 @@ class PoolRegisters:
         """In the child of a fork. No lock, no waiting."""
         self._devices.after_fork()
         self._run.after_fork()
-
-
-__all__ = ["PoolRegisters"]

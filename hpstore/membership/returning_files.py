@@ -70,6 +70,3 @@ def judge_return(
     if may_be_acknowledged(mine, seen=seen, unknown_devices=silent):
         return Return.UNCLEAR
     return Return.QUARANTINE
-
-
-__all__ = ["Return", "judge_return", "judge_survey"]

@@ -179,6 +179,3 @@ def decode_place(data: bytes, *, where: str) -> Place:
         body = unseal(data, where=where)
         return (str(body["token"]), str(body["machine"]), str(body["boot"]),
                 str(body["directory"]))  # fmt: skip
-
-
-__all__ = ["TOKEN_FILE", "RunRegisters"]

@@ -53,6 +53,3 @@ def too_few_devices(config: PoolConfig, view: View, problems: Mapping[str, str])
         f"{rule} are needed to open it. {hint}Nothing is lost by waiting; bring devices back. "
         + "; ".join(problems.values())
     )
-
-
-__all__ = ["domain_warning", "too_few_devices"]

@@ -468,6 +468,3 @@ class PoolContext:
         """After a fork or a membership change."""
         self._lock, self.relay_lock = threading.Lock(), threading.Lock()
         self._stamps.clear()
-
-
-__all__ = ["PATIENCE", "READ_PATIENCE", "Offer", "PoolContext", "View"]

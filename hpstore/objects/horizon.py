@@ -97,6 +97,3 @@ def come_back_at(store: PoolContext, device: Device, ask: Ask, swept: int | None
             f"tombstones were swept while {device.url} was judged. It stays out; readmit it again."
         )
     ask(lambda: device.raise_counter(HORIZON, members, store.pool_key))
-
-
-__all__ = ["come_back_at", "come_back_below", "mend_horizons", "raise_horizons", "read_horizons"]

@@ -152,6 +152,3 @@ def live_layout(store: PoolContext, survey: Survey) -> Layout | None:
     """The layout that a read would choose by names; None for deleted keys and torn puts."""
     layout = newest_by_name(store.view, survey)
     return None if layout is None or layout.kind is Kind.TOMBSTONE else layout
-
-
-__all__ = ["Catalog", "live_layout", "walk"]

@@ -52,6 +52,3 @@ def object_info(header: ColumnHeader, columns_alive: int, *, may_leave: int) -> 
         created=header.created_ms / 1000,
         metadata=dict(header.metadata),
     )
-
-
-__all__ = ["ObjectInfo", "object_info", "version_token"]

@@ -120,6 +120,3 @@ def well_placed(devices: Mapping[int, str], avoided: Iterable[str], need: int) -
         bad.sort(key=lambda column: (-rank[devices[column]], column))
         well += bad[: need - len(well)]
     return frozenset(well)
-
-
-__all__ = ["HEDGE_COLUMNS", "NOTHING_AVOIDED", "HedgeBudget", "Meter", "Routing", "well_placed"]

@@ -55,6 +55,3 @@ def cleared_survey(store: PoolContext, key: str, verify: bool) -> tuple[Survey, 
     survey = look()
     moved = set_aside(store, survey)
     return (look() if moved else survey), moved
-
-
-__all__ = ["cleared_survey", "set_aside"]

@@ -415,9 +415,3 @@ def path_on(device: Device, key: str, name: ColumnName) -> str:
 def empty_geometry(parity: int) -> Geometry:
     """Shape of a tombstone."""
     return Geometry(data=1, parity=parity, unit_bytes=4096, size=0, code=Code.COPIES)
-
-
-__all__ = ["ColumnFile", "Layout", "Survey", "VersionVerdict", "empty_geometry", "judge",
-           "list_object", "make_survey", "may_be_acknowledged", "newest_by_name", "path_on",
-           "spare_losses", "stable_survey", "staying_first", "survey_key", "survey_keys",
-           "unknown_devices", "with_debts", "with_tombstones"]  # fmt: skip

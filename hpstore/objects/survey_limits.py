@@ -70,6 +70,3 @@ def too_many(key: str, layout: Layout, valid: int, corrupt: int, unknown: int) -
         "deleted; bring a missing device back.",
         key=key,
     )
-
-
-__all__ = ["may_be_older", "require_known", "require_newest", "require_writable", "too_many"]

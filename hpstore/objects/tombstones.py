@@ -44,6 +44,3 @@ def _read(
     header = decode_header(page.data, where=where, pool_key=pool_key)
     if (header.pool_id, header.key, header.name.plain) != (pool_id, key, name.plain):
         raise IntegrityError(f"{where} holds {header.key!r} {header.name}")
-
-
-__all__ = ["is_blank"]

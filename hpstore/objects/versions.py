@@ -97,6 +97,3 @@ def parse_token(text: str) -> ContentId:
             "between them, as stat() and versions() give it"
         )
     return (int(match[1], 16), int(match[2], 16))
-
-
-__all__ = ["VersionStanding", "VersionInfo", "key_versions", "parse_token"]

@@ -318,6 +318,3 @@ class PoolAdmin:
             return not self._session.closed
 
         return prepare_space(self._store.pinned(), sizes, copies, go_on)
-
-
-__all__ = ["PoolAdmin"]

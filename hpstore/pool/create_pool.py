@@ -109,6 +109,3 @@ def _keep(made: PoolConfig, undo: ExitStack) -> None:
 def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:
     """Open a pool by its pool.toml or its registered name; with up to m devices missing."""
     return Pool(find_config(where), read_only=read_only)
-
-
-__all__ = ["create_pool", "open_pool"]

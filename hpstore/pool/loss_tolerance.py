@@ -50,6 +50,3 @@ def require_stored(info: ObjectInfo, wanted: int) -> None:
         )  # fmt: skip
         error.maybe_visible = True
         raise error
-
-
-__all__ = ["require_stored", "require_tolerance", "wanted_losses"]

@@ -159,6 +159,3 @@ def _whole(results: Mapping[str, T | Exception], keys: Sequence[str], what: str)
     error.done, error.failed = tuple(done), failed
     error.maybe_visible = any(getattr(e, "maybe_visible", False) for e in failed.values())
     raise error from failed[first]
-
-
-__all__ = ["BATCHES", "SMALL_BYTES", "delete_many", "put_batches", "put_many"]

@@ -86,6 +86,3 @@ class Follower:
         self._closed = True
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)
-
-
-__all__ = ["EVERY_SECONDS", "Follower"]

@@ -432,6 +432,3 @@ def _throttle(limit: RateLimit, progress: Callable[[int], None] | None) -> Calla
             progress(count)
 
     return throttle
-
-
-__all__ = ["Pool", "PooledReader"]

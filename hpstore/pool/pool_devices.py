@@ -14,12 +14,12 @@ from hpstore.errors import DeviceError, DeviceMissing, HpstoreError, MembershipE
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 from hpstore.maintenance.dependents import require_room_to_drain
 from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit
-from hpstore.maintenance.repair_object import Throttle
 from hpstore.maintenance.survey_condition import survey_condition
 from hpstore.membership import changes
 from hpstore.membership.device_places import filesystem_of, local_path, require_mounted
 from hpstore.membership.open_members import belongs, trusted
 from hpstore.objects.context import PATIENCE
+from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.pool.session import PoolSession
 
 
@@ -322,6 +322,3 @@ class PoolDevices:
         (answer,) = self._store.scheduler.gather_once({same_form(url): look}, limit).values()
         if isinstance(answer, Exception):
             raise answer
-
-
-__all__ = ["PoolDevices", "ProbeAnswer"]

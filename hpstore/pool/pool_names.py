@@ -110,7 +110,3 @@ def find_pool(where: str) -> PoolConfig:
 def is_path(where: str) -> bool:
     """Whether text means a file, not a name."""
     return "/" in where or where.endswith(".toml") or Path(where).is_file()
-
-
-__all__ = ["VARIABLE", "add_to_table", "find_named", "find_pool", "is_path", "pool_names",
-           "read_table", "require_free", "table_path"]  # fmt: skip

@@ -115,6 +115,3 @@ class RepairQueue:
         """Devices have come or gone: what failed may work now."""
         with self.lock:
             self._failed.clear()
-
-
-__all__ = ["RepairQueue", "make_scheduler", "make_store", "renew_after_fork"]

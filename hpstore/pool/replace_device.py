@@ -105,6 +105,3 @@ def wait_released(pool: Pool, member: Member, seconds: float) -> list[Opener]:
     while (found := openers(path)) and pool.admin.clock.monotonic() < until:
         pool.admin.clock.wait(_LOOK_SECONDS)
     return found
-
-
-__all__ = ["Replaced", "replace_device", "wait_released"]

@@ -450,6 +450,3 @@ def _forget_at_fork(pool: PoolSession) -> None:
             alive._after_fork()
 
     os.register_at_fork(after_in_child=renew)
-
-
-__all__ = ["PoolSession"]

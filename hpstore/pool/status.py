@@ -290,6 +290,3 @@ def pool_status(
         decisions=tuple(_line(said, urls) for said in reversed(decisions[:_DECISIONS])),
         counters=store.metrics.snapshot(),
     )
-
-
-__all__ = ["DeviceStatus", "PoolStatus", "device_status", "pool_status"]

@@ -120,6 +120,3 @@ def _lines(path: str) -> list[str]:
             return [line for line in file.read().split("\n") if line]
     except OSError:  # there is no such group
         return []
-
-
-__all__ = ["ByteBudget", "available_bytes"]

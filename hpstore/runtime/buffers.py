@@ -172,6 +172,3 @@ class BufferPool:
         with self._lock:
             self._free.clear()
             self._kept_bytes = 0
-
-
-__all__ = ["BufferPool", "Lease", "PageLocks", "aligned_array", "lock_for_life", "touch"]

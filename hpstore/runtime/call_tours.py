@@ -262,6 +262,3 @@ def join(threads: Iterable[threading.Thread], until: float, what: str) -> None:
         thread.join(max(0.0, until - time.monotonic()))
         if thread.is_alive():
             _log.warning("a thread is still waiting for %s", what)
-
-
-__all__ = ["Tour", "Tours", "join", "run_all", "settle"]

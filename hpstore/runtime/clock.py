@@ -62,6 +62,3 @@ class HybridCounter:
         """The pool's mark is there."""
         with self._lock:
             self.covered = max(self.covered, counter)
-
-
-__all__ = ["Clock", "HybridCounter", "SystemClock"]

@@ -24,6 +24,3 @@ class Closing(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-
-
-__all__ = ["Closing"]

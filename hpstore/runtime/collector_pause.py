@@ -18,6 +18,3 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-__all__ = ["collector_paused"]

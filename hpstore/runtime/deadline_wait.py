@@ -64,6 +64,3 @@ def wait_for_enough(
 def _failed(futures: Mapping[str, Future[Any]]) -> set[str]:
     return {device for device, future in futures.items()
             if future.done() and future.exception() is not None}  # fmt: skip
-
-
-__all__ = ["QUICK_SECONDS", "Patience", "STEP_SECONDS", "wait_awake", "wait_for_enough"]

@@ -52,6 +52,3 @@ def blamed(error: Exception, before: int) -> Exception:
     made = kind(f"{hint} (It showed as: {error})")
     made.__cause__ = error
     return made
-
-
-__all__ = ["blamed", "lacks_total", "naming_lacks", "note_lack"]

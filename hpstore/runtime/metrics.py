@@ -33,6 +33,3 @@ class Metrics:
         if refused := refused_total():
             found["threads_refused_total"] = refused
         return found
-
-
-__all__ = ["Metrics"]

@@ -53,6 +53,3 @@ def may_open(wanted: int) -> int:
             return soft
         _log.info("the limit of open files of this process is %d now, it was %d", most, soft)
         return most
-
-
-__all__ = ["exhausted_hint", "may_open", "note_exhausted"]

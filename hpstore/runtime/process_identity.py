@@ -40,6 +40,3 @@ def may_live(name: str) -> bool:
     if not pid.isdecimal() or not start or namespace != _namespace():
         return True
     return started(int(pid)) == start
-
-
-__all__ = ["may_live", "started", "this_process"]

@@ -101,6 +101,3 @@ def _exists(path: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-__all__ = ["denied_path", "group_name", "group_number", "keep_rights", "rights_hint", "user_name"]

@@ -465,6 +465,3 @@ def no_answer(device: str, deadline_seconds: float) -> DeviceTimeout:
     return DeviceTimeout(
         f"device {device} did not answer within {deadline_seconds:.1f} s", device=device
     )
-
-
-__all__ = ["Scheduler", "at_once", "no_answer", "outcome"]

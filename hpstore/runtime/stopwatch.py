@@ -41,6 +41,3 @@ class Stopwatch:
                 took = time.perf_counter() - began
                 self.seconds += took
             yield one
-
-
-__all__ = ["Stopwatch"]

@@ -47,6 +47,3 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         child.wait(KILL_SECONDS)
     except subprocess.TimeoutExpired:
         _log.warning("process %d does not die: it hangs in the kernel", child.pid)
-
-
-__all__ = ["KILL_SECONDS", "output_of"]

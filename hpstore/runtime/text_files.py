@@ -76,6 +76,3 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-__all__ = ["MOST_BYTES", "read_text_file", "without_link", "write_atomically"]

@@ -130,6 +130,3 @@ def _note_refused() -> None:
     number = _refused[0] = next(_refusals)
     if number == 1:
         _log.warning("%s", exhausted_hint())
-
-
-__all__ = ["WorkerThreads", "exhausted_hint", "refused_total", "start_some", "start_thread"]

@@ -122,6 +122,3 @@ class CounterContract(ABC):
         device.raise_counter(HORIZON, 7)
         store(device, _PATH, pattern(PAGE))
         assert fetch(device, _PATH) == pattern(PAGE).tobytes()
-
-
-__all__ = ["CounterContract"]

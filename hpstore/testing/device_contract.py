@@ -473,6 +473,3 @@ class DeviceContract(CounterContract, ListingContract, RegisterContract, RoomCon
 
         in_threads(4, work)
         assert all_files(device, "objects") == []
-
-
-__all__ = ["PATH", "DeviceContract"]

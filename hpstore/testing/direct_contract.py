@@ -190,6 +190,3 @@ class DirectContract(ABC):
             thread.join()
         assert wrong == []
         assert engine.metrics.value("gpu_direct_read_total") == 16
-
-
-__all__ = ["DirectContract"]

@@ -104,6 +104,3 @@ class FakeAccelerator:
             self.events.append("copy")
             self.arrivals.append(arrival)
         return arrival
-
-
-__all__ = ["FakeAccelerator", "FakeArrival"]

@@ -143,6 +143,3 @@ class FakeCuFile:
     def counters(self) -> dict[str, int] | None:
         with self._lock:
             return dict(self._counts) if self._route else None
-
-
-__all__ = ["DEVICE_NOT_SUPPORTED", "FREED_BYTE", "FakeCuFile"]

@@ -204,6 +204,3 @@ class FakeGpu:
     def _need_kernels(self) -> None:
         if not self._kernels:
             raise RuntimeError("the fake GPU was told to have no kernels")
-
-
-__all__ = ["FakeGpu", "FakeMark"]

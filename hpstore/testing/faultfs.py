@@ -155,6 +155,3 @@ def fuse_problem() -> str | None:
     except OSError as error:
         return f"FUSE mounts do not work here: {error}"
     return None
-
-
-__all__ = ["LOG_RECORD", "FaultFilesystem", "Logged", "FaultRule", "fuse_problem", "read_log"]

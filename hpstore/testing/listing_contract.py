@@ -44,6 +44,3 @@ class ListingContract:
         found = set(device.entries(""))
         assert DirectoryEntry("hpstore.json", False) in found
         assert DirectoryEntry("objects", True) in found
-
-
-__all__ = ["ListingContract"]

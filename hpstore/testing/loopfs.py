@@ -274,7 +274,3 @@ def loop_mounts_problem(
     except OSError as error:
         return f"loop mounts do not work here: {error}"
     return None
-
-
-__all__ = ["HANGING", "JOURNAL_FLUSHED", "POWER_CUT", "XFS_MIN_BYTES", "Kind", "LoopFilesystem",
-           "loop_mounts_problem"]  # fmt: skip

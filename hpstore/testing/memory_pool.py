@@ -149,6 +149,3 @@ class Harness:
         file = self.devices[url].files[path]
         file.bytes[offset % len(file.bytes)] ^= 1
         file.durable = bytes(file.bytes)
-
-
-__all__ = ["FakeClock", "Harness"]

@@ -84,6 +84,3 @@ class RegisterContract:
         hold = registers.hold(0, 8)
         assert int.from_bytes(hold.content, "little") == 64
         hold.release()
-
-
-__all__ = ["RegisterContract"]

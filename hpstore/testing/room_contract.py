@@ -82,6 +82,3 @@ class RoomContract:
             full.create(2 * PAGE, vital=True)
         assert all_files(full, TMP) == []
         assert full.read_small("pool.json", 10) == b"old"
-
-
-__all__ = ["RoomContract"]

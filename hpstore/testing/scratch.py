@@ -129,7 +129,3 @@ def _top(path: str) -> str:
     found = _NAME.search(path)
     assert found is not None
     return path[: found.end()]
-
-
-__all__ = ["attach", "fails", "loops", "mount_points", "owner_is_dead", "run", "scratch_directory",
-           "sweep", "throttle", "throttle_problem", "unmounted"]  # fmt: skip

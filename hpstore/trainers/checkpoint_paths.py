@@ -35,6 +35,3 @@ def path_of(name: str, root: str | None) -> str:
     if root is None:
         raise CheckpointError(f"{rest!r} was saved with root=: pass the run's root= here, too")
     return f"{root}/{rest}"
-
-
-__all__ = ["PathLike", "name_of", "path_of"]

@@ -463,6 +463,3 @@ class PoolLoader(Closing):
 def _loader_state(loader: Any) -> Any:
     """State of a stateful data loader; None of another."""
     return loader.state_dict() if getattr(loader, "use_stateful_dataloader", False) else None
-
-
-__all__ = ["PoolAccelerate", "PoolLoader", "PoolTrainerCallback"]

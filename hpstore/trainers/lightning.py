@@ -217,6 +217,3 @@ class RequireUsedIO(Callback):
                 "or no PoolCheckpointIO and torch.distributed.checkpoint with hpstore's "
                 "StorageWriter, or the Checkpointer, in a callback of yours (docs/trainers.md)."
             )
-
-
-__all__ = ["PoolCheckpointIO", "RequireUsedIO", "place"]

@@ -9,6 +9,3 @@ def callbacks() -> list[object]:
     """For a Trainer that is being made: a RequireUsedIO where PoolCheckpointIO is in use here."""
     plugin = sys.modules.get("hpstore.trainers.lightning")
     return [] if plugin is None else [plugin.RequireUsedIO()]
-
-
-__all__ = ["callbacks"]

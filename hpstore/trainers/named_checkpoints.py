@@ -271,6 +271,3 @@ class NamedCheckpoints(Closing):
             self._closed = True
             self._worker.shutdown()
             self._checkpoints.close()
-
-
-__all__ = ["Named", "NamedCheckpoints", "refuse_states"]

@@ -22,6 +22,3 @@ def as_pool(pool: PoolLike) -> tuple[Pool, bool]:
     if isinstance(pool, Pool):
         return pool, False
     return hpstore.pool.create_pool.open_pool(pool), True
-
-
-__all__ = ["PoolLike", "as_pool", "missing"]

@@ -68,6 +68,3 @@ def agreed(ranks: Ranks, action: Callable[[], T]) -> T:
     if others:
         raise CheckpointError("; ".join(others))
     return found
-
-
-__all__ = ["agreed", "of_bytes", "to_bytes"]

@@ -146,6 +146,3 @@ class RenamePlan:
             if at in self.roots:
                 return False
         return True
-
-
-__all__ = ["TOP", "EntryMove", "RenamePlan", "base_of", "next_root", "parse_move"]

@@ -16,7 +16,7 @@ import numpy as np
 from hpstore.checkpoint.catalog.commit_checks import require_safe
 from hpstore.errors import InvalidKey, ObjectNotFound
 from hpstore.format.keys import check_key
-from hpstore.pool.pool import PooledReader
+from hpstore.objects.read.range_reader import PooledReader
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
 
@@ -398,6 +398,3 @@ class PooledStream(io.RawIOBase):
         if not self.closed:
             self._reader.close()
         super().close()
-
-
-__all__ = ["PoolStorage", "PoolStorageConfig", "PooledStream", "PoolWriteFile", "components"]

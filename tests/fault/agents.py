@@ -109,6 +109,3 @@ class Agents:
         with hpstore.open(self.toml, read_only=True) as pool:
             found = pool.status()
         return found.losses_tolerated == 2 and found.degraded == 0
-
-
-__all__ = ["COMMAND_LINE", "PATIENCE", "ROOT", "Agents"]

@@ -341,9 +341,3 @@ def put_old(pool: Pool) -> None:
 def old_is_whole(pool: Pool) -> bool:
     """Whether it does."""
     return all(value(pool, key) == payload(key, size) for key, size in OLD.items())
-
-
-__all__ = ["OLD", "Bench", "Call", "Gates", "Hangs", "MakeDisks", "Wrap", "attempt",
-           "column_number",
-           "empty", "exit_status", "flip", "forked", "old_is_whole", "payload", "poll", "put_old",
-           "rings", "tree", "value", "within", "wrapping"]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import cast
 
 import pytest
 
-from hpstore.testing.faultfs import FaultRule
+from hpstore.testing.fuse import FaultRule
 from tests.fault.common import forked
 from tests.fault.suite.faults import flap, hanging, misbehave, refused
 from tests.fault.suite.rig import Rig

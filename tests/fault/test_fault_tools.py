@@ -16,7 +16,8 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.testing.faultfs import FaultFilesystem, FaultRule, fuse_problem, read_log
+from hpstore.testing.faultfs import FaultFilesystem, fuse_problem, read_log
+from hpstore.testing.fuse import FaultRule
 from hpstore.testing.loopfs import HANGING, Kind, LoopFilesystem, loop_mounts_problem
 from hpstore.testing.scratch import (
     loops,

@@ -22,7 +22,7 @@ from hpstore.checkpoint.dcp.dcp_metadata import torch_metadata
 from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, needs_more, sort_out
 from hpstore.checkpoint.format.items import FRAME_BYTES, Item, by_name, whole
 from hpstore.checkpoint.format.pack import Segment
-from hpstore.checkpoint.format.segment_codecs import decode, encoder
+from hpstore.checkpoint.format.segment_codecs import decode
 from hpstore.checkpoint.format.segment_plan import chunks_of
 from hpstore.checkpoint.restore.read_items import SegmentReads, reads_for
 from hpstore.checkpoint.state.state_tree import (
@@ -35,6 +35,7 @@ from hpstore.checkpoint.state.state_tree import (
     tensor_names,
 )
 from hpstore.checkpoint.state.tree_paths import leaves, of_rank, only_branch, paths, plain
+from hpstore.codec.compression import encoder
 from hpstore.errors import HpstoreError
 from hpstore.format.checksum import digest128
 from hpstore.format.records import seal
@@ -280,5 +281,3 @@ CHECKPOINT_TARGETS = [
            run=lambda data: take_json(data, Ledger.from_dict)),
     Target(name="loader-state", seeds=lambda: [json.dumps(LOADER).encode()], run=take_loader_state),
 ]  # fmt: skip
-
-__all__ = ["CHECKPOINT_TARGETS"]

@@ -253,5 +253,3 @@ DATA_TARGETS = [
     Target(name="data-key", run=take_key, seeds=lambda: [
            b"data/a/b/0123456789abcdef/stream-0/000001.side", b"data/a/x/c/0/1"]),
 ]  # fmt: skip
-
-__all__ = ["DATA_TARGETS"]

@@ -116,6 +116,3 @@ def mutants(target: Target, seed: int, first: int = 0) -> Iterator[bytes]:
 
 def _shown(data: bytes) -> str:
     return f"{len(data)} bytes {data[:200]!r}"
-
-
-__all__ = ["CORPUS", "Finding", "Target", "bounded", "mutants", "take"]

@@ -82,5 +82,3 @@ HEALTH_TARGETS = [
     Target(name="forecast-model", run=model_from_json, seeds=model_seeds, take_apart=unsealed,
            put_together=model_sealed),
 ]  # fmt: skip
-
-__all__ = ["HEALTH_TARGETS"]

@@ -155,6 +155,3 @@ def mutated_parts(
         else:
             out[at], out[-1] = out[-1], out[at]
     return out
-
-
-__all__ = ["MOST_BYTES", "Mutate", "mutated", "mutated_bytes", "mutated_json", "mutated_parts"]

@@ -357,5 +357,3 @@ POOL_TARGETS = [
     Target(name="names-toml", run=take_names, seeds=lambda: [b'main = "/etc/pool.toml"\n']),
     Target(name="frame", run=take_frame, seeds=frame_seeds),
 ]  # fmt: skip
-
-__all__ = ["POOL_TARGETS", "record", "scratch", "sealed", "unsealed"]

@@ -214,5 +214,3 @@ SOURCE_TARGETS = [
            b'\x01{"splits": {"train": {"name": "train"}}}']),
     Target(name="image", run=take_image, seeds=image_seeds),
 ]  # fmt: skip
-
-__all__ = ["SOURCE_TARGETS"]

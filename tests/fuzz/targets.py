@@ -19,5 +19,3 @@ _ALL = (
     *SOURCE_TARGETS,
 )
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
-
-__all__ = ["TARGETS"]

@@ -100,5 +100,3 @@ WEIGHT_FILE_TARGETS = [
     Target(name="dcp-bytes", run=take_dcp_bytes, seeds=torch_seeds, take_apart=zip_body,
            put_together=zip_file),
 ]  # fmt: skip
-
-__all__ = ["WEIGHT_FILE_TARGETS", "zip_body", "zip_file"]

@@ -84,6 +84,3 @@ def gpu_epoch(
     if isinstance(device, FakeGpu):
         assert device.driver_of_all.misuse == []
     return found, stats
-
-
-__all__ = ["ALWAYS", "COUNT", "KINDS", "cpu_epoch", "gpu_epoch", "holders", "seen", "write_direct"]

@@ -68,7 +68,3 @@ def cut_short(pool: Pool, name: str, source: object, after: int, **options: Any)
     with pytest.raises(Stop):
         ingest(pool, name, source, progress=stop_after(after), **SHARD, **options)
     return unfinished_ingests(pool)[name].rows
-
-
-__all__ = ["SHARD", "Stop", "cut_short", "images", "keys_left", "make_pool", "rows", "samples",
-           "stop_after", "wanted_rows"]  # fmt: skip

@@ -112,7 +112,3 @@ def same(one: Any, two: Any) -> bool:
 def ranks(data: Any, world: int, **options: Any) -> list[DataLoader]:
     """The loaders of all ranks of a world."""
     return [DataLoader(data, rank=rank, world_size=world, **options) for rank in range(world)]
-
-
-__all__ = ["COUNT", "KINDS", "MODES", "PLAIN", "check", "flat", "labels", "ranks", "same",
-           "values_of", "write"]  # fmt: skip

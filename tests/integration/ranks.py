@@ -195,7 +195,3 @@ def breaking_put(pool: Pool, word: str, act: Callable[[], None]) -> Callable[[],
 
     pool.put = put  # type: ignore[method-assign]
     return lambda: setattr(pool, "put", original)
-
-
-__all__ = ["Values", "assert_same", "breaking_put", "build", "full", "launch", "make_pool",
-           "open_pool", "put_segments", "raised", "together", "train", "values"]  # fmt: skip

@@ -15,7 +15,8 @@ import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, manifest_key
 from hpstore.checkpoint.format.items import FRAME_BYTES
-from hpstore.checkpoint.format.segment_codecs import decode, encoder
+from hpstore.checkpoint.format.segment_codecs import decode
+from hpstore.codec.compression import encoder
 from hpstore.config import Settings
 from hpstore.errors import IntegrityError
 from hpstore.format.checksum import digest128

@@ -12,7 +12,8 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.restore.rank_subset import pruned
-from hpstore.checkpoint.state.state_tree import TAG, Decoding, decode_tree
+from hpstore.checkpoint.state.scalars import TAG
+from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]

@@ -18,7 +18,8 @@ from hpstore.devices.io_uring import read_batch
 from hpstore.format.column_header import ColumnHeader
 from hpstore.objects.read import fill_units as fill_module
 from hpstore.objects.read.column_reader import ColumnReader
-from hpstore.objects.read.range_reader import Filled, PooledReader, UnitFill
+from hpstore.objects.read.fill_units import Filled, UnitFill
+from hpstore.objects.read.range_reader import PooledReader
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import KIB

@@ -87,6 +87,3 @@ def _dying(
         return found
 
     return call
-
-
-__all__ = ["POINTS", "arm", "die"]

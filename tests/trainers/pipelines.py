@@ -157,7 +157,3 @@ def build(
     parameters = [p for stage in stages for p in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=1e-2)
     return Trainer(hooks, stages, schedule, optimizer, checkpointer, loader, seen)
-
-
-__all__ = ["LAYERS", "ROWS", "SAMPLES", "WIDTH", "Part", "Side", "Trainer", "build", "squared",
-           "write_samples"]  # fmt: skip

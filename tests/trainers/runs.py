@@ -228,7 +228,3 @@ def keep_on(trainer: Trainer, until: int, path: Path, *, settle: bool = False) -
                 if settle:
                     trainer.wait()
         trainer.wait()
-
-
-__all__ = ["EVERY", "Run", "Step", "keep_on", "ledger_of", "order_of", "require_each_sample_once",
-           "require_same_losses", "train"]  # fmt: skip

@@ -23,6 +23,3 @@ def open_body(directory: Path) -> Iterator[int]:
         yield opened
     finally:
         os.close(opened)
-
-
-__all__ = ["BODY", "SIZE", "open_body"]

@@ -99,6 +99,3 @@ class Tended:
             return all(pool.get(key) == body for key, body in self.content.items()) and (
                 pool.status().losses_tolerated == pool.parity
             )
-
-
-__all__ = ["SIZES", "Tended"]

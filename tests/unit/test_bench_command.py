@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.benchmarks.suite import BENCHMARKS, Options
+from hpstore.benchmarks.harness.measure import Options
+from hpstore.benchmarks.suite import BENCHMARKS
 from hpstore.cli.bench_command import interrupted_by, measured
 
 OPTIONS = Options(directory=None, size_bytes=1, repeats=3)

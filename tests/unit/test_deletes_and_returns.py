@@ -10,8 +10,9 @@ from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import LockTimeout, ObjectNotFound
 from hpstore.maintenance import scrub
 from hpstore.maintenance.rebuild import Progress
-from hpstore.maintenance.repair_object import Repair, Throttle, repair_object
+from hpstore.maintenance.repair_object import Repair, repair_object
 from hpstore.objects.context import PoolContext
+from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.testing.memory_pool import FakeClock, Harness
 
 HORIZON = 3600.0  # Settings.tombstone_seconds

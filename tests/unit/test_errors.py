@@ -11,16 +11,16 @@ import pytest
 from hpstore import errors
 from hpstore.errors import HpstoreError
 
-PUBLIC = [getattr(errors, name) for name in errors.__all__]
-CLASSES = [kind for kind in PUBLIC if not issubclass(kind, Warning)]
+DEFINED = [
+    v for v in vars(errors).values() if isinstance(v, type) and v.__module__ == errors.__name__
+]
+CLASSES = [kind for kind in DEFINED if not issubclass(kind, Warning)]
 every_class = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 
 
-def test_all_names_every_error_class() -> None:
-    """`__all__` holds each HpstoreError subclass of the module, sorted."""
-    defined = [n for n, v in vars(errors).items() if isinstance(v, type) and v.__module__ ==
-               errors.__name__]  # fmt: skip
-    assert sorted(defined) == list(errors.__all__)
+def test_every_error_of_the_module_is_an_hpstore_error() -> None:
+    """Whoever catches HpstoreError catches them all; warnings are the only other classes."""
+    assert len(CLASSES) > 30
     assert all(issubclass(kind, HpstoreError) for kind in CLASSES)
 
 

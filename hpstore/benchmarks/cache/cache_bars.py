@@ -58,6 +58,3 @@ def to_best_peer(
     best = max(peers, key=lambda name: peers[name][ratio])
     points = 100 * (ours - peers[best][ratio])
     return {"best": best, "points": round(points, 2), "bar": -POINTS, "met": points >= -POINTS}
-
-
-__all__ = ["BARS", "CAPACITIES", "share_of_min", "to_best_peer"]

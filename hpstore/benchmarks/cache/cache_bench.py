@@ -203,6 +203,3 @@ def _plotted(directory: Path, name: str, rows: Mapping[str, Any]) -> dict[str, s
     except ImportError as error:
         return {"plots": f"matplotlib cannot be used here: {error}; pip install 'hpstore[bench]'"}
     return {}
-
-
-__all__ = ["bench_cache"]

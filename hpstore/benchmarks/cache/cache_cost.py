@@ -117,6 +117,3 @@ def measure_cost(
         found[name] = measure(blocks=blocks, repeats=repeats)
         keep(found)
     return found
-
-
-__all__ = ["BLOCKS", "measure_cost", "measure_known", "measure_unknown"]

@@ -269,6 +269,3 @@ def _one_epoch(contender: Contender) -> list[list[str]]:
     seen = list(_epoch(loader))
     loader.close()
     return [seen]
-
-
-__all__ = ["QUICK", "CacheScale", "measure_end_to_end", "verdicts"]

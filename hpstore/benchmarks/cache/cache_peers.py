@@ -87,6 +87,3 @@ class PeerRun:
             self._process.kill()
         self._process.wait()
         self._directory.cleanup()
-
-
-__all__ = ["PACKAGES", "PeerRun", "missing", "packages_named"]

@@ -41,6 +41,3 @@ def plot_workload(directory: Path, name: str, rows: Mapping[str, Any], ratio: st
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
-
-
-__all__ = ["plot_workload"]

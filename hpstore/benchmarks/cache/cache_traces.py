@@ -186,6 +186,3 @@ TRACES: dict[str, Callable[[Rng, int], CacheTrace]] = {
 def trace_named(name: str, seed: int, blocks: int = BLOCKS) -> CacheTrace:
     """A workload; another seed gives other requests of the same kind."""
     return TRACES[name](np.random.default_rng([seed, list(TRACES).index(name)]), blocks)
-
-
-__all__ = ["BLOCKS", "TRACES", "CacheTrace", "trace_named"]

@@ -81,6 +81,3 @@ class LruData(Dataset):
                 rows[i][:] = rows[first]
         self._lru.keep((keys[i], rows[i].copy()) for i in firsts)
         return True
-
-
-__all__ = ["Lru", "LruData"]

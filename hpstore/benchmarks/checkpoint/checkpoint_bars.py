@@ -207,9 +207,3 @@ def _row(
     if "skipped" in sessions[0]:
         return {"skipped": sessions[0]["skipped"]}
     return verdict([value for session in sessions for value in pick(session)], bar)
-
-
-__all__ = [
-    "OURS", "floor_verdicts", "load_series", "load_verdicts", "raw_verdicts", "save_verdicts",
-    "series", "special_verdicts", "spread",
-]  # fmt: skip

@@ -228,6 +228,3 @@ def describe(name: str, found: CheckpointFindings) -> dict[str, object]:
         "memory_extra_bytes": spread([session["memory_bytes"] for session in saves[name]]),
         "seconds": seconds,
     }
-
-
-__all__ = ["bench_checkpoint"]

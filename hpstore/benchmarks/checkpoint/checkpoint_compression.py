@@ -137,6 +137,3 @@ def _row(figures: Found, plain: Found) -> dict[str, Any]:  # Any: JSON
         row[f"{name}_seconds"] = median
         row[f"{name}_to_none"] = round(median / spread(plain[f"{name}_seconds"])["median"], 2)
     return row
-
-
-__all__ = ["CONTENTS", "compression_report", "compression_session"]

@@ -44,6 +44,3 @@ def not_installed(name: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         return f"{package} is not installed here: pip install {package}"
     return ""
-
-
-__all__ = ["PEERS", "kind_of", "not_installed", "peers_named"]

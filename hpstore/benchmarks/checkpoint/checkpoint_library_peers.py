@@ -295,5 +295,3 @@ class TorchCheckpointing(SaverPeer):
 LIBRARY_PEERS: tuple[type[SaverPeer], ...] = (
     TorchSaveThread, DcpProcess, Torchsnapshot, Tensorstore, Orbax, TorchCheckpointing,
 )  # fmt: skip
-
-__all__ = ["LIBRARY_PEERS"]

@@ -138,6 +138,3 @@ class Copy:
         for place, tensor in self._pairs:
             place.copy_(tensor)
         return time.perf_counter() - began
-
-
-__all__ = ["PREFIX", "Copy", "HpstoreSaver", "make_checkpointer", "open_or_make"]

@@ -243,9 +243,3 @@ class DcpAsync(DcpSave):
         if hasattr(self, "_stager"):
             self._stager.close()
             torch.distributed.destroy_process_group()
-
-
-__all__ = [
-    "KEPT_STEPS", "DcpAsync", "DcpOneThread", "DcpSave", "SaverPeer", "Safetensors", "Timing",
-    "TorchSave", "copy_leaves", "fsync_tree",
-]  # fmt: skip

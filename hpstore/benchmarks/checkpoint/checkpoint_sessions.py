@@ -237,13 +237,3 @@ def raw_session(sections: Sections, spec: CheckpointSpec) -> Found:
     found["read_seconds"] = raw.read(memory, DATA)
     raw.remove()
     return found
-
-
-__all__ = [
-    "CheckpointSpec",
-    "drop_cache",
-    "load_session",
-    "raw_session",
-    "resident_bytes",
-    "save_session",
-]

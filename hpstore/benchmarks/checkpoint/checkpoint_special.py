@@ -242,7 +242,3 @@ def _moments(optimizer: torch.optim.Optimizer) -> State:
         str(number): {k: v for k, v in values.items() if isinstance(v, torch.Tensor)}
         for number, values in enumerate(optimizer.state.values())
     }
-
-
-__all__ = ["disturbance_session", "growth_session", "many_small_session", "overlap_session",
-           "slice_session"]  # fmt: skip

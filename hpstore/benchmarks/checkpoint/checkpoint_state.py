@@ -170,18 +170,3 @@ class TensorContents:
                 count = min(len(words) - at, NOISE_WORDS // 2)
                 yield words[at : at + count], noise[start : start + count]
                 at += count
-
-
-__all__ = [
-    "FULL_BYTES",
-    "NOISE_WORDS",
-    "TensorContents",
-    "SharedState",
-    "State",
-    "empty_state",
-    "flat",
-    "leaves",
-    "map_state",
-    "shapes",
-    "state_bytes",
-]

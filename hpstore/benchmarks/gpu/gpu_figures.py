@@ -417,7 +417,3 @@ def torch_gds(directory: Path) -> str:
             rate = wall_rate(GIB, lambda pool=pool: list(pool.map(load, range(16))))  # type: ignore[misc]  # a default argument
         say(7, "torch.cuda.gds", threads=threads, rate=rate)
     return ""
-
-
-__all__ = ["NotHere", "WrongBytes", "checksums", "cufile_beside_pinned", "decoding", "machine",
-           "raw_copies", "torch_gds", "write_line"]  # fmt: skip

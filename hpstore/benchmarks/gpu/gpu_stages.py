@@ -213,6 +213,3 @@ def main(words: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-
-__all__ = ["NO_CUDA", "PATIENCE", "PLAN", "StageOutcome", "GpuStage", "Status", "environment_for",
-           "outcome", "perform", "run_stage", "stage_command"]  # fmt: skip

@@ -66,6 +66,3 @@ def _line(record: Mapping[str, object]) -> str:
 def _records(value: object) -> TypeGuard[list[Mapping[str, object]]]:
     """Whether it is a list with nothing but records, one at least."""
     return isinstance(value, list) and bool(value) and all(isinstance(v, Mapping) for v in value)
-
-
-__all__ = ["describe", "machine"]

@@ -92,6 +92,3 @@ def unmet(results: Mapping[str, object], path: str = "") -> list[str]:
         elif (key == "met" or key.endswith("_met")) and key != "not_met" and value is False:
             found.append(here)
     return found
-
-
-__all__ = ["Options", "forget", "interleave", "rates", "ratio", "seconds", "unmet"]

@@ -100,6 +100,3 @@ class MemoryBallast:
     def close(self) -> None:
         """Give it up for good. Idempotent."""
         self._memory.close()
-
-
-__all__ = ["MemoryBallast", "ballast_bytes", "memory_bytes"]

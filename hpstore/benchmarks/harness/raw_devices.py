@@ -228,6 +228,3 @@ def bench_open(root: Path) -> dict[str, object]:
         "open_seconds_10000_objects": round(sorted(times)[2], 4),
         "small_puts_per_second_8_threads": round(puts, 1),
     }
-
-
-__all__ = ["bench_devices", "linked_pool", "make_pool", "workspace"]

@@ -110,6 +110,3 @@ class Sessions:
             self._ballast.release(value)
             _log.debug("%d bytes warm after %.1f s", value, time.perf_counter() - began)
             connection.send(None)
-
-
-__all__ = ["Found", "Sections", "SessionFailed", "Sessions"]

@@ -206,6 +206,3 @@ class _Run:
         if "rebuild" in self.chosen:
             healing = Rebuild(rig, scale.plan)
             self.keep("rebuild", healing.case(self._few, LAID_ANEW, done["rebuild"]))
-
-
-__all__ = ["CASES", "QUICK", "HealthScale", "bench_health", "cases_named"]

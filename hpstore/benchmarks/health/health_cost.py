@@ -58,6 +58,3 @@ def _turn(scene: SlowScene, shuffle: str, seconds: float, *, monitor: bool) -> t
         batches = stack.enter_context(SampleRows(loader))
         take(batches, scene.phases.warm, arrivals)
         return costed(batches, seconds, arrivals)
-
-
-__all__ = ["MODES", "cost_case"]

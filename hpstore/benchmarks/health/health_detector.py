@@ -221,7 +221,3 @@ def telemetry(repeats: int, count: int) -> dict[str, object]:
         "begin_and_end_ns": round(min(on_thread) / count * 1e9),
         "tick_ns_an_io": round(min(in_tick) / count * 1e9),
     }
-
-
-__all__ = ["LOAD_TICKS", "first_found", "hang", "healthy_devices", "load", "slow_devices",
-           "telemetry"]  # fmt: skip

@@ -62,6 +62,3 @@ def forecast_verdicts(found: ForecastEvaluation) -> Found:
             row |= {"bar": ">= the sum", "met": fdr[SUM] <= value <= LEAK_FDR}
         rows[name] = row
     return rows
-
-
-__all__ = ["FAR", "NOT_RUN", "forecast_case", "forecast_verdicts"]

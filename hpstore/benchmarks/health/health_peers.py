@@ -95,5 +95,3 @@ RULES: dict[str, Callable[[Mapping[str, Traits]], DetectionRule]] = {
     "hadoop": Hadoop,
     "zfs autosit": Autosit,
 }
-
-__all__ = ["RULES", "Autosit", "FiveInARow", "Hadoop", "HpstoreDetector", "DetectionRule"]

@@ -122,6 +122,3 @@ class ForegroundReads(Closing):
         errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
-
-
-__all__ = ["KINDS", "STRIPE_BYTES", "Objects", "EndedRead", "ForegroundReads"]

@@ -308,6 +308,3 @@ def _verdicts(ones: list[Found]) -> Found:
         },
         "loads": [one["load"] for one in ones],
     }
-
-
-__all__ = ["QUICK", "Healed", "HealingFailed", "RebuildPlan", "Rebuild", "agent_process"]

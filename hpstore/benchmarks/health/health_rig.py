@@ -231,8 +231,3 @@ def interleaved(
 def middle(values: list[float], digits: int = 3) -> float:
     """Median, rounded."""
     return round(statistics.median(values), digits)
-
-
-__all__ = ["DATA", "DEVICES", "LOOP", "PARITY", "SLOW_BYTES_PER_SECOND", "WRAPPED", "Rig",
-           "cached_bytes", "interleaved", "loads", "middle", "quantile",
-           "real_devices_problem"]  # fmt: skip

@@ -125,6 +125,3 @@ class Saves:
         taken = time.monotonic() - began
         time.sleep(max(0.0, self.pattern.every_seconds - taken))
         return taken
-
-
-__all__ = ["ALONE", "OFF", "QUICK", "READING", "Pattern", "Saves"]

@@ -296,22 +296,3 @@ def _common(ones: Sequence[Found]) -> Found:
 def spoken(values: Sequence[float | None]) -> list[float | str]:
     """Seconds, in words where there are none."""
     return ["never" if value is None else round(value, 1) for value in values]
-
-
-__all__ = [
-    "BARS",
-    "OFF_REPEATS",
-    "POOL",
-    "QUICK",
-    "Arrival",
-    "RunPhases",
-    "SampleRows",
-    "SlowScene",
-    "SlowWatch",
-    "costed",
-    "loader_case",
-    "reads_case",
-    "seconds_until",
-    "spoken",
-    "take",
-]

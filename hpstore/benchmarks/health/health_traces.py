@@ -160,9 +160,3 @@ def healthy_trace(name: str, sigma: float, seed: int, ticks: int) -> HealthTrace
     times = noise(rng, ticks, sigma)
     shape(rng, times)
     return HealthTrace(means=times.mean(2), traits=traits)
-
-
-__all__ = [
-    "BARRED", "DEVICES", "HEALTHY", "HOUR_TICKS", "ONSET", "ROUGH_SIGMA", "SHAPES", "SIGMAS",
-    "TICK_SECONDS", "USUAL_SECONDS", "SlowShape", "HealthTrace", "healthy_trace", "slow_trace",
-]  # fmt: skip

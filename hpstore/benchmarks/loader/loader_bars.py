@@ -179,9 +179,3 @@ def special_verdicts(found: Mapping[str, Found]) -> dict[str, Verdict]:
     elif kill:
         rows["names_in_shared_memory_after_kill"] = kill
     return rows
-
-
-__all__ = [
-    "cold_verdicts", "degraded_verdicts", "limited_verdicts", "special_verdicts", "verdict",
-    "warm_verdicts",
-]  # fmt: skip

@@ -347,6 +347,3 @@ def raw_figures(raw: Sequence[Found]) -> dict[str, Any]:
         if isinstance(value, float) else value
         for name, value in raw[0].items()
     }  # fmt: skip
-
-
-__all__ = ["CASES", "bench_loader"]

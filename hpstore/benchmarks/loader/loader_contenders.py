@@ -30,6 +30,3 @@ def not_installed(name: str) -> str:
     """Why a peer cannot be measured here; "" when its package is there."""
     package = PEERS[name].package
     return "" if installed(package) else f"{package} is not installed here: pip install {package}"
-
-
-__all__ = ["GROUPS", "PEERS", "kind_of", "not_installed", "peers_named"]

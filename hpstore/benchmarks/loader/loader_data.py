@@ -98,6 +98,3 @@ class Data:
         wanted = self.record(labels[last])
         if not np.array_equal(row[: len(wanted)], wanted):  # padded by some
             raise RuntimeError(f"{who} returned other values than were written")
-
-
-__all__ = ["BATCH", "Batch", "Data"]

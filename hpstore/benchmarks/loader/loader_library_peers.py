@@ -242,5 +242,3 @@ LIBRARY_PEERS: tuple[type[LoaderPeer], ...] = (
     FfcvQuasi,
     Grain,
 )
-
-__all__ = ["LIBRARY_PEERS"]

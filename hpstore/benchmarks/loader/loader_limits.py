@@ -78,6 +78,3 @@ def read_all(directory: Path) -> None:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(buffer):
                     pass
-
-
-__all__ = ["LIMIT_BYTES", "MemoryLimit", "drop_caches", "enter", "read_all"]

@@ -155,7 +155,3 @@ def share_on(places: Sequence[Path], some: Sequence[Path], data: int) -> float:
 def batches(loader: DataLoader, count: int) -> list[Any]:
     """The next batches of a new iteration."""
     return list(itertools.islice(iter(loader), count))
-
-
-__all__ = ["LOST", "NAME", "OURS", "HpstoreLoader", "OursRecords", "OursWindow", "OursWindowCached",
-           "lost_share", "share_on", "write_data_set"]  # fmt: skip

@@ -235,9 +235,3 @@ def sample_of(value: Bytes | bytes | memoryview) -> torch.Tensor:
 def cpus() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-__all__ = [
-    "TORCH_PEERS", "Memmap", "LoaderPeer", "collate_rows", "cpus", "installed", "sample_of",
-    "write_flat",
-]  # fmt: skip

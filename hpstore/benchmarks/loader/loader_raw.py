@@ -117,6 +117,3 @@ class Raw:
             yield fd
         finally:
             os.close(fd)
-
-
-__all__ = ["Raw"]

@@ -192,13 +192,3 @@ def moved(values: Any, device: str) -> Any:
     if isinstance(values, torch.Tensor):
         return values.to(device, non_blocking=True)
     return [value.to(device, non_blocking=True) for value in values]
-
-
-__all__ = [
-    "LoaderSpec",
-    "epoch_session",
-    "raw_session",
-    "timed_epoch",
-    "warm_epochs",
-    "write_session",
-]

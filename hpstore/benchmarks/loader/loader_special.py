@@ -234,5 +234,3 @@ SPECIAL = {
     "growth": growth_session,
     "kill": kill_session,
 }
-
-__all__ = ["MODES", "PROCESSES", "SEVERAL", "SPECIAL", "first_session", "joined", "read_for_ever"]

@@ -113,6 +113,3 @@ def told(found: Mapping[str, Verdict]) -> list[str]:
                   if key in row)
         for name, row in found.items()
     ]  # fmt: skip
-
-
-__all__ = ["Row", "bars", "bubble", "cost_rows", "idle_rows", "told"]

@@ -177,7 +177,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-__all__ = ["cost_table", "events_of", "hook_us", "idle_table", "main", "picture", "tables"]
-
 if __name__ == "__main__":
     sys.exit(main())

@@ -70,6 +70,3 @@ def _event(axes: Any, row: int, event: Any, begin: float) -> None:
     if event["microbatch"] >= 0:
         axes.text(left + width / 2, row - 0.05, str(event["microbatch"]), ha="center",
                   va="center", fontsize=7)  # fmt: skip
-
-
-__all__ = ["draw"]

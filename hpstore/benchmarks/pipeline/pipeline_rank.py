@@ -307,7 +307,3 @@ def _enter(
     (directory / f"found-{rank}.json").write_text(json.dumps(job(directory, *args)))
     dist.barrier()
     dist.destroy_process_group()
-
-
-__all__ = ["SNAPSHOTS", "WAYS", "Case", "cost_rank", "idle_rank", "launch", "make_pool",
-           "picture_rank"]  # fmt: skip

@@ -40,6 +40,3 @@ def is_there(pool: Pool, key: str) -> bool:
         return pool.exists(key)
     except (HpstoreError, OSError):
         return False  # it is written anew
-
-
-__all__ = ["existing_version", "is_there", "require_safe"]

@@ -77,6 +77,3 @@ def _delete(pool: Pool, key: str) -> None:
         pool.delete(key)
     except ObjectNotFound:
         return
-
-
-__all__ = ["end_save", "taken_for_dead"]

@@ -76,6 +76,3 @@ def _elsewhere(wanted: str, names: Sequence[str], word: str) -> str:
     shown = nearest(wanted, names)
     more = f" and {len(names) - len(shown)} others" if len(names) > len(shown) else ""
     return f"there are some {word} {', '.join(map(repr, shown))}{more}"
-
-
-__all__ = ["SAVES", "nearest", "nothing_at", "nothing_under", "paths_in", "prefixes_in", "use_ours"]

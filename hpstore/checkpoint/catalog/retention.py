@@ -123,6 +123,3 @@ def orphans(
         for key, (_, nonce) in listing.segments.items()
         if key not in named and nonce not in living
     )
-
-
-__all__ = ["Best", "Retention", "orphans", "steps_to_drop"]

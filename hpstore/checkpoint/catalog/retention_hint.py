@@ -71,6 +71,3 @@ def _going(steps: StepCatalog, known: list[int], committed: int, retention: Rete
         protected=set(steps.protected().values()), metrics=metrics,
     )  # fmt: skip
     return [step for step in drop if step != committed]
-
-
-__all__ = ["note_expiring"]

@@ -473,6 +473,3 @@ def decode_protection(data: bytes, *, where: str) -> int:
     """The step that a record of a protection names. Raises IntegrityError."""
     with parsing(where):
         return checked_step(int(str(unseal(data, where=where)["step"])))
-
-
-__all__ = ["StepCatalog", "already_committed", "decode_protection", "newest_untried"]

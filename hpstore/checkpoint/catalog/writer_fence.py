@@ -252,7 +252,3 @@ def require_fence(pool: Pool, prefix: str, session: str) -> None:
             "have committed is untouched. Stop one of them, or use another prefix.",
             key=key,
         )
-
-
-__all__ = ["ATTEMPT_SECONDS", "SaveAttempt", "Heartbeat", "NoteWatch", "attempt_lives", "began",
-           "fence_key", "fence_session", "here", "require_fence", "take_fence"]  # fmt: skip

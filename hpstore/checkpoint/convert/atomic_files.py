@@ -96,6 +96,3 @@ def _sync(path: Path, *, inside: bool = True) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-__all__ = ["check_target", "published"]

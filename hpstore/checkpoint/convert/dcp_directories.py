@@ -155,6 +155,3 @@ def _without_the_warning() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-__all__ = ["METADATA", "is_ours", "read_dcp", "write_dcp"]

@@ -291,6 +291,3 @@ def _to_dcp(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) -> l
 
 def _any_name(name: str) -> bool:
     return True
-
-
-__all__ = ["FORMATS", "SHARD_BYTES", "ExportReport", "export_checkpoint", "guessed_format"]

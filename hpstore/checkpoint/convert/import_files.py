@@ -194,6 +194,3 @@ def _refuse_living_writer(pool: Pool, prefix: str) -> None:
             f"process {pid} on this host saves under {prefix!r}; an import would end its right to. "
             "Import under another prefix, or say --take-over (take_over=True)"
         )
-
-
-__all__ = ["ImportReport", "import_checkpoint"]

@@ -200,7 +200,3 @@ def _require_contiguous(ranges: Sequence[tuple[int, int]], size: int) -> None:
         at = high
     if at != size:
         raise ValueError(f"its tensors take {at} bytes, the file has {size}: it is cut or longer")
-
-
-__all__ = ["DTYPES", "INDEX", "NAMES", "SINGLE", "TensorEntry", "header", "index_of", "is_ours",
-           "read_safetensors", "shard_names", "sharded", "write_tensor"]  # fmt: skip

@@ -172,6 +172,3 @@ class _Bounded:
         """As of the file."""
         left = max(0, self._size - self._file.tell())
         return self._file.read(left if count < 0 else min(count, left))
-
-
-__all__ = ["read_torch_file", "tensors_in", "write_torch_file"]

@@ -163,6 +163,3 @@ def _tensor_entry(items: Sequence[Item]) -> TensorStorageMetadata:
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise IntegrityError(f"planner data refer to a tensor {name!r}")
-
-
-__all__ = ["Stored", "is_path", "make_manifest", "manifest_at", "require_all", "torch_metadata"]

@@ -232,6 +232,3 @@ def _buffer(nbytes: int, *, shared: bool) -> torch.Tensor:
         )
     storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # touched now, not in a copy
-
-
-__all__ = ["StagedState", "Stager"]

@@ -165,6 +165,3 @@ def _tensor_reads(request: ReadItem, item: Item, target: torch.Tensor) -> list[R
     dtype = str(target.dtype).removeprefix("torch.")
     wanted = Chunk(name=item.name, dtype=dtype, shape=item.shape, box=box, tensor=target)
     return reads_for(wanted, [item])
-
-
-__all__ = ["SafeLoadPlanner", "StorageReader"]

@@ -427,6 +427,3 @@ def _one_block(chunks: Sequence[Chunk]) -> tuple[Bytes, list[Item]] | None:
 
 def _nonce_of(key: str) -> str:
     return key.rpartition("/segment-")[2].split("-")[0]
-
-
-__all__ = ["StorageWriter"]

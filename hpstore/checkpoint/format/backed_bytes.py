@@ -47,6 +47,3 @@ class Backed:
                     "manifest names"
                 )
             self._there.add(number)
-
-
-__all__ = ["Backed"]

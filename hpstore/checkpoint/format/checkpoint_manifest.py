@@ -21,7 +21,8 @@ from hpstore.checkpoint.format.items import (
     whole,
 )
 from hpstore.checkpoint.format.pack import Segment
-from hpstore.checkpoint.state.state_tree import TAG, check_tree
+from hpstore.checkpoint.state.scalars import TAG
+from hpstore.checkpoint.state.state_tree import check_tree
 from hpstore.errors import ConfigError, FormatTooNew, IntegrityError
 from hpstore.format.checksum import digest128
 from hpstore.format.records import unseal
@@ -325,7 +326,3 @@ def sort_out(prefix: str, keys: list[str]) -> Listing:
     return Listing(
         steps=tuple(sorted(steps)), segments=segments, attempts=attempts, condemned=condemned
     )
-
-
-__all__ = ["STEP_DIGITS", "Listing", "Manifest", "Segment", "attempt_key", "checked_step",
-           "manifest_key", "segment_key", "segment_name", "sort_out", "step_prefix"]  # fmt: skip

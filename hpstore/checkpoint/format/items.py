@@ -282,7 +282,3 @@ def _group_overlaps(boxes: list[Box], axis: int) -> bool:
     if len({(box.offsets[axis], box.sizes[axis]) for box in boxes}) == 1:
         return _any_overlap(boxes, axis + 1)
     return any(a.overlap(b) is not None for a, b in itertools.combinations(boxes, 2))
-
-
-__all__ = ["FRAME_BYTES", "Box", "Item", "ItemColumns", "by_name", "decode_items", "encode_items",
-           "require_cover", "whole"]  # fmt: skip

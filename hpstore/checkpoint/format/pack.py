@@ -15,8 +15,8 @@ import torch
 import xxhash
 
 from hpstore.checkpoint.format.items import FRAME_BYTES, Item
-from hpstore.checkpoint.format.segment_codecs import encoder
 from hpstore.checkpoint.format.segment_plan import SMALL_ITEM_BYTES, compacted
+from hpstore.codec.compression import encoder
 from hpstore.codec.galois import Bytes
 from hpstore.format.checksum import digest128
 from hpstore.runtime.threads import WorkerThreads
@@ -184,16 +184,3 @@ def digests_of(memory: Bytes, items: Sequence[Item]) -> list[str]:
             known[item.offset, item.length] = digest
         found.append(digest)
     return found
-
-
-__all__ = [
-    "Key",
-    "Known",
-    "Packed",
-    "Segment",
-    "compress",
-    "pack",
-    "digests_of",
-    "known_items",
-    "probe",
-]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hpstore.codec import compression
-from hpstore.codec.compression import encoder
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, ConfigError
 
@@ -16,6 +15,3 @@ def decode(name: str, stored: Bytes, out: Bytes) -> None:
         compression.decode(name, stored, out)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-
-
-__all__ = ["CODECS", "decode", "encoder"]

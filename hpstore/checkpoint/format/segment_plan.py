@@ -203,7 +203,3 @@ def compacted(items: Iterable[Item]) -> tuple[list[tuple[Item, Item]], int]:
             at = where + item.length
         pairs.append((item, replace(item, offset=where)))
     return pairs, at
-
-
-__all__ = ["SMALL_ITEM_BYTES", "Chunk", "Held", "Slice", "assign", "assign_within",
-           "chunks_of", "compacted", "fits_within", "place"]  # fmt: skip

@@ -182,6 +182,3 @@ def _tensor(message: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(
         0, dtype=torch.uint8
     )  # fmt: skip
-
-
-__all__ = ["RankChannel", "Ranks", "Roll"]

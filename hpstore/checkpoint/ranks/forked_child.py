@@ -24,6 +24,3 @@ def calm_torch() -> None:
             "this process was forked: torch works with one thread here from now on, since those of "
             "its parent do not exist in it. Start processes with spawn or forkserver to have more"
         )
-
-
-__all__ = ["calm_torch"]

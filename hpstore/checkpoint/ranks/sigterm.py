@@ -171,7 +171,3 @@ def _installed(before: signal._HANDLER) -> SigtermHandler:
     handler = SigtermHandler(before)
     signal.signal(signal.SIGTERM, handler)
     return handler
-
-
-__all__ = ["Notice", "SigtermHandler", "handler_if_free", "handler_in_front",
-           "require_handling"]  # fmt: skip

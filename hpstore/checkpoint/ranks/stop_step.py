@@ -300,6 +300,3 @@ def _agreed_nonce(ranks: Ranks, fault: str) -> str:
         rank, text = next(iter(faults.items()))
         raise CheckpointError(text if ranks.world == 1 else f"rank {rank}: {text}")
     return heard[0][1:].decode()
-
-
-__all__ = ["EXIT_CODE", "ON_SIGTERM", "Preempted", "Preemption", "require_alike"]  # fmt: skip

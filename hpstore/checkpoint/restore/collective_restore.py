@@ -175,6 +175,3 @@ def _agree(
             "strict=False to load what fits."
         )
     return None
-
-
-__all__ = ["restore_together"]

@@ -181,6 +181,3 @@ class RestoreOptions:
     rank: int = 0
     allow_pickle: bool = False
     warm: Warm | None = None
-
-
-__all__ = ["RestoreOptions", "RestoreReport", "fresh", "restore_state"]

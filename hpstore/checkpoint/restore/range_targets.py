@@ -139,14 +139,3 @@ class FramedTarget:
 
 def raw_bytes(item: Item) -> int:
     return item.box.count * dtype_named(item.dtype).itemsize
-
-
-__all__ = [
-    "FramedTarget",
-    "GatherTarget",
-    "ItemCheck",
-    "ItemDigest",
-    "MemoryTarget",
-    "TensorTarget",
-    "raw_bytes",
-]

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from hpstore.checkpoint.state.module_state import module_state
 from hpstore.checkpoint.state.optimizers import Parameters, local_part
-from hpstore.checkpoint.state.state_tree import TAG, join
+from hpstore.checkpoint.state.scalars import TAG
+from hpstore.checkpoint.state.state_tree import join
 from hpstore.checkpoint.state.targets import RNG_KEY, Names, State
 from hpstore.checkpoint.state.tree_paths import children
 from hpstore.checkpoint.state.typed_objects import grows
@@ -106,6 +107,3 @@ def _optimizer(
 
 def _is_plain(node: Json) -> bool:
     return isinstance(node, dict) and TAG not in node
-
-
-__all__ = ["pruned"]

@@ -31,7 +31,8 @@ from hpstore.checkpoint.restore.range_targets import (
 from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
-from hpstore.pool.pool import Pool, PooledReader
+from hpstore.objects.read.range_reader import PooledReader
+from hpstore.pool.pool import Pool
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import KIB, MIB
 
@@ -358,16 +359,3 @@ def fill_chunks(
         _require_there(pool, [segments[n] for n in sorted({r.segment for r in reads})], warm)
         begins()
     return run_reads(pool, segments, reads, warm)
-
-
-__all__ = [
-    "RangeRead",
-    "SegmentReads",
-    "Warm",
-    "bytes_read",
-    "check_items",
-    "coalesced",
-    "fill_chunks",
-    "reads_for",
-    "run_reads",
-]

@@ -212,6 +212,3 @@ class SavedStep(Mapping[str, SavedTensor]):
         how = Decoding(tensor=tensors.__getitem__, rank=self._rank, allow_pickle=self._allow_pickle)
         tree: dict[str, Any] = decode_tree(self.manifest.tree, how)
         return tree
-
-
-__all__ = ["SavedStep", "SavedTensor", "load_tensors", "names_under"]

@@ -93,6 +93,3 @@ def tensor_bytes(item: Item) -> int:
     for size in item.shape:
         count *= size
     return count * dtype_named(item.dtype).itemsize
-
-
-__all__ = ["ByteProgress", "TensorStream", "counted", "counting", "tensor_bytes"]

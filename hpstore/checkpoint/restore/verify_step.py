@@ -39,6 +39,3 @@ def verify_step(pool: Pool, manifest: Manifest, progress: ByteProgress | None) -
         bytes=manifest.total_bytes,
         damaged=tuple(wrong),
     )
-
-
-__all__ = ["VerifyReport", "verify_step"]

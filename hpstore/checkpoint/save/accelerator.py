@@ -114,6 +114,3 @@ def cut(
         return [(target, source)]
     to, part = target.reshape(-1), source.reshape(-1)
     return list(zip(torch.split(to, count), torch.split(part, count), strict=True))
-
-
-__all__ = ["Accelerator", "Arrival", "CudaStaging", "cut"]

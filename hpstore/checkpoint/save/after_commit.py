@@ -92,6 +92,3 @@ class AfterCommits:
                 "take up space.", steps.prefix, report.step, steps.pool.parity,
             )  # fmt: skip
         self._counters["retentions_postponed_total"] += 1
-
-
-__all__ = ["AfterCommits"]

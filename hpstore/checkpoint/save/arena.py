@@ -77,6 +77,3 @@ def typed(memory: Bytes, like: torch.Tensor) -> torch.Tensor:
     if not len(memory):
         return torch.empty(like.shape, dtype=like.dtype)
     return torch.from_numpy(memory).view(like.dtype).view(like.shape)
-
-
-__all__ = ["Arena", "typed"]

@@ -76,6 +76,3 @@ class CopyGate:
             self.idle_bytes += nbytes
         else:
             self.busy_bytes += nbytes
-
-
-__all__ = ["CopyGate"]

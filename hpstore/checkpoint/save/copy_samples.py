@@ -93,6 +93,3 @@ def _points(tensor: torch.Tensor) -> torch.Tensor:
         at = torch.arange(count) * step + step // 2
         some = tensor[torch.unravel_index(at, tensor.shape)]
     return some.view(_WORDS[tensor.element_size()])
-
-
-__all__ = ["Samples", "sampled_digests"]

@@ -58,6 +58,3 @@ def _drain(reference: weakref.ref[Draining]) -> None:
     draining = reference()
     if draining is not None:
         draining.drain()
-
-
-__all__ = ["Draining"]

@@ -105,6 +105,3 @@ class Copier:
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None
-
-
-__all__ = ["Copier", "as_bytes", "pieces", "shares"]

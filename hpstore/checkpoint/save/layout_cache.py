@@ -64,6 +64,3 @@ def _sharing(tensors: Mapping[str, torch.Tensor]) -> list[list[View]]:
         [(n, values[n].stride(), values[n].is_conj(), values[n].is_neg()) for n in (one, *others)]
         for one, others in shared.items()
     ]
-
-
-__all__ = ["SliceLayout"]

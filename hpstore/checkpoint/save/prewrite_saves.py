@@ -117,6 +117,3 @@ class SpaceMaker:
         self._go.set()
         if not self.wait(_CLOSE_SECONDS):
             _log.warning("a thread still prepares space: a device hangs")
-
-
-__all__ = ["BEGIN_SECONDS", "BYTES_PER_SECOND", "SpaceMaker"]

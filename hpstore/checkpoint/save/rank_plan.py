@@ -207,6 +207,3 @@ def require_replicas(step: int, lists: Sequence[Sequence[Sequence[Any]]]) -> Non
                     f"{holder} and {kind[0]} {kind[1]} on rank {rank}. Wrap what every rank has "
                     "for itself in per_rank(). What was committed before is untouched."
                 )
-
-
-__all__ = ["Planner", "Prepared", "require_replicas", "sizes_of_all"]

@@ -111,6 +111,3 @@ def _joined(votes: Sequence[RankVote], begins: Sequence[int], size: int) -> Byte
     for begin, part in parts:
         joined[begin : begin + len(part)] = part
     return joined
-
-
-__all__ = ["RankVote", "merged"]

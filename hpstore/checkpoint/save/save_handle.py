@@ -125,6 +125,3 @@ def guarded(action: Callable[[], T], future: Future[T]) -> None:
         future.set_result(action())
     except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)
         future.set_exception(error)
-
-
-__all__ = ["SaveHandle", "SaveReport", "guarded"]

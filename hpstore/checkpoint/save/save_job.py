@@ -455,6 +455,3 @@ def _remove_quietly(pool: Pool, key: str) -> None:
         pool.delete(key)
     except (HpstoreError, OSError):
         return
-
-
-__all__ = ["Earlier", "JobOptions", "SaveJob"]

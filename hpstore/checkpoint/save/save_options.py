@@ -133,6 +133,3 @@ def _require_seconds(name: str, value: object, *, optional: bool) -> None:
         return
     if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
         raise ConfigError(f"{name} must be a number of seconds of at least 0, not {value!r}")
-
-
-__all__ = ["SaveOptions", "checked_choice", "checked_options"]

@@ -75,6 +75,3 @@ class OneCaller:
         finally:
             self._inside = before
             self._lock.release()
-
-
-__all__ = ["ON_BUSY", "OneCaller", "Underway"]

@@ -457,6 +457,3 @@ class Saver:
         self._stage.close()
         if self._preemption is not None:
             self._preemption.close()
-
-
-__all__ = ["Saver"]

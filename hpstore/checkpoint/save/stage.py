@@ -207,6 +207,3 @@ def deferrable_storages(
 def _address(tensor: torch.Tensor) -> int:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return int(local.untyped_storage().data_ptr())
-
-
-__all__ = ["STAGING", "SaveStage", "deferrable_storages"]

@@ -220,6 +220,3 @@ def _plain_copy(target: torch.Tensor, source: torch.Tensor, gate: CopyGate) -> N
                 gate.enter()
         if left:  # pieces() has copied it
             gate.copied(left)
-
-
-__all__ = ["Staging"]

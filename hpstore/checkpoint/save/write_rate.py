@@ -24,6 +24,3 @@ def save_rate(pace: str, nbytes: int, interval_seconds: float | None) -> float |
     if interval_seconds:
         rate = max(rate, nbytes / (INTERVAL_SHARE * interval_seconds))
     return rate
-
-
-__all__ = ["PACES", "save_rate"]

@@ -212,7 +212,3 @@ def check_names(
             f"but not recorded {absent[:8]}. Nothing was changed. Pass strict=False to load what "
             "fits."
         )
-
-
-__all__ = ["check_fields", "check_leaf", "check_names", "check_source", "fill", "map_tensors",
-           "remade", "require_memory", "require_shape"]  # fmt: skip

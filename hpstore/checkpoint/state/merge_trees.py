@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hpstore.checkpoint.state.state_tree import TAG, join
+from hpstore.checkpoint.state.scalars import TAG
+from hpstore.checkpoint.state.state_tree import join
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 GROUPS = "param_groups"
@@ -96,6 +97,3 @@ def _are_groups(node: Json) -> bool:
         and all(isinstance(name, str) for name in group["params"])
         for group in node
     )
-
-
-__all__ = ["Merge"]

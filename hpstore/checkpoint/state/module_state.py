@@ -77,6 +77,3 @@ def _own_prefixes(model: torch.nn.Module) -> Iterator[str]:
         if own or _has_own_loader(module):
             cleaned = clean_name(model, name) if name else ""
             yield f"{cleaned}." if cleaned else ""
-
-
-__all__ = ["free_sizes", "load_module", "loads_its_own_way", "module_state"]

@@ -254,7 +254,3 @@ def _as_saved(mine: Any, saved: Any) -> Any:
     elif type(mine) in (list, tuple) and type(saved) is type(mine) and len(saved) == len(mine):
         return type(mine)(map(_as_saved, mine, saved))
     return mine
-
-
-__all__ = ["FIRST_NAMES", "check_optimizer", "clean_name", "load_optimizer", "local_part",
-           "named_parameters", "optimizer_tensors", "saved_optimizer", "unwrapped"]  # fmt: skip

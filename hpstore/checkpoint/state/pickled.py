@@ -27,6 +27,3 @@ def loads(data: bytes) -> Any:
         return pickle.loads(data)
     except Exception as error:
         raise CheckpointError(f"a pickled object cannot be loaded: {error}") from error
-
-
-__all__ = ["dumps", "loads"]

@@ -63,6 +63,3 @@ def require_plain(tensor: torch.Tensor, where: str) -> None:
         f"{parts} and make it of them after restore(), or save .to_dense()"
         + (" (.dequantize() for this one)" if tensor.is_quantized else "")
     )
-
-
-__all__ = ["is_plain_tensor", "require_plain"]

@@ -124,7 +124,3 @@ def _value(node: Any) -> Any:
     if node.keys() == {"dtype", "hex"}:
         return np.frombuffer(bytes.fromhex(node["hex"]), np.dtype(node["dtype"]))
     return {name: _value(part) for name, part in node.items()}
-
-
-__all__ = ["SOURCES", "can_continue", "continue_source", "decode_source", "encode_source",
-           "kind_of"]  # fmt: skip

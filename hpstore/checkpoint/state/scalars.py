@@ -262,7 +262,3 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "timezone": lambda parts: datetime.timezone(_timedelta(parts)),
     "zone": zoneinfo.ZoneInfo,
 }
-
-
-__all__ = ["TAG", "Classes", "StandIn", "Unrestorable", "class_name", "class_named",
-           "decode_scalar", "dtype_name", "dtype_named", "encode_scalar"]  # fmt: skip

@@ -447,8 +447,3 @@ def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
             elif kind is None:
                 todo += reversed(here.values())
     return found
-
-
-__all__ = ["MAX_DEPTH", "TAG", "Absent", "CollectedTensors", "Decoding", "NamedValues", "PerRank",
-           "check_tree", "decode_tree", "encode_tree", "field_names", "is_leaf", "is_plain", "join",
-           "tensor_names"]  # fmt: skip

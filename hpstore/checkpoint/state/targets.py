@@ -247,6 +247,3 @@ def _array_place(path: str, value: np.ndarray[Any, Any]) -> dict[str, torch.Tens
         return {path: torch.from_numpy(value)}
     except TypeError:  # a dtype that torch lacks: it was not saved either
         return {}
-
-
-__all__ = ["RNG_KEY", "Destinations", "Names", "State", "destinations", "objects_in"]

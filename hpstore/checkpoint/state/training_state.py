@@ -281,6 +281,3 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(states["cuda"])
     if "numpy" in states and "numpy.random" in sys.modules:
         sys.modules["numpy.random"].set_state(states["numpy"])
-
-
-__all__ = ["apply", "check", "collect", "require_state", "rng_state", "set_rng_state"]

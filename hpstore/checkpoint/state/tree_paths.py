@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from hpstore.checkpoint.state.random_state import SOURCES
-from hpstore.checkpoint.state.scalars import Classes
+from hpstore.checkpoint.state.scalars import TAG, Classes
 from hpstore.checkpoint.state.state_tree import (
     JSON_TYPES,
-    TAG,
     Decoding,
     decode_tree,
     holds_leaves,
@@ -244,17 +243,3 @@ def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
     if isinstance(value, io.BytesIO):
         value = value.getvalue()
     return value if isinstance(value, _EXPORTED) else str(value)
-
-
-__all__ = [
-    "Leaf",
-    "children",
-    "leaf_paths",
-    "leaves",
-    "of_rank",
-    "only_branch",
-    "paths",
-    "plain",
-    "stripped",
-    "subtree",
-]

@@ -213,7 +213,3 @@ def grows(value: Any) -> bool:
 def is_stateful(value: Any) -> bool:
     """Whether an object gives and takes its state itself."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
-
-
-__all__ = ["children_of", "classes_in", "grows", "is_stateful", "mapping_type", "object_parts",
-           "of_mapping", "of_sequence", "same_dict", "sequence_parts"]  # fmt: skip

@@ -60,6 +60,3 @@ class ErrorWindow:
     def full(self, now_seconds: float) -> bool:
         """Whether the limit is reached."""
         return self.count(now_seconds) == self._times.maxlen
-
-
-__all__ = ["ErrorWindow", "Media", "Signs", "Traits"]

@@ -55,6 +55,3 @@ class LogHistogram:
             return 0.0
         bucket = int(np.searchsorted(np.cumsum(self.counts), max(share * total, 1)))
         return float(upper_edges(np.array(bucket)))
-
-
-__all__ = ["BUCKETS", "LOWEST_SECONDS", "FloatArray", "LogHistogram", "buckets_of", "upper_edges"]

@@ -130,6 +130,3 @@ class IoRecorder:
         operation, outcome, nbytes, in_flight, seconds, count, usual = table.T.copy()
         return IoRows(operation=operation, outcome=outcome, nbytes=nbytes, in_flight=in_flight,
                     seconds=seconds, count=count, usual=usual)  # fmt: skip
-
-
-__all__ = ["OPERATIONS", "ROWS_MOST", "Operation", "IoOutcome", "IoRecorder", "IoRows"]

@@ -45,6 +45,3 @@ def _text(path: str, otherwise: str | None = None) -> str:
         if otherwise is None:
             raise
         return otherwise
-
-
-__all__ = ["traits_of"]

@@ -104,6 +104,3 @@ class _Reader(WrappedReader):
     @property
     def descriptor(self) -> int:  # type: ignore[override]  # a constant in the parent
         return self._inner.descriptor
-
-
-__all__ = ["DeviceMeter", "MeteredDevice"]

@@ -55,6 +55,3 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     if below + 1 >= len(ordered):
         return ordered[-1]
     return ordered[below] + (at - below) * (ordered[below + 1] - ordered[below])
-
-
-__all__ = ["POINTS_MAX", "Fence", "fence_of", "points", "quantile"]

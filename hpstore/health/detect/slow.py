@@ -466,6 +466,3 @@ class _Reference:
 
     def _make(self, ordered: Sequence[float]) -> Fence:
         return fence_of(ordered, widths=self._widths, floor=self._floor, noise=self._noise.ratio)
-
-
-__all__ = ["SlowConfig", "SlowDetector"]

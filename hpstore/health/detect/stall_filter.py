@@ -47,6 +47,3 @@ class Stalls:
             for device in hanging:
                 found[device] = replace(found[device], oldest_seconds=0.0)
         return found
-
-
-__all__ = ["Stalls"]

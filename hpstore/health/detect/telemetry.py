@@ -356,6 +356,3 @@ def _reference(devices: Iterable[_Device], expected: FloatArray) -> float:
 def _usual(device: _Device) -> float:
     """The longest p99.9 of reads and writes; 0 when there were none."""
     return max(device.histogram(op).quantile(0.999) for op in (Operation.READ, Operation.WRITE))
-
-
-__all__ = ["Sample", "Telemetry", "Tick", "TickConfig", "size_class"]

@@ -54,6 +54,3 @@ def merged(one: Sample, other: Sample) -> Sample:
             for op, count in counts.items()
         },
     )  # fmt: skip
-
-
-__all__ = ["WAIT_SECONDS", "Gathering", "merged"]

@@ -52,6 +52,3 @@ def worst_of(verdicts: Iterable[DeviceVerdict]) -> dict[str, DeviceVerdict]:
 
 def _weight(verdict: DeviceVerdict) -> tuple[int, float, str]:
     return (_SEVERITY.index(verdict.state), verdict.score, verdict.reason)
-
-
-__all__ = ["HealthState", "DeviceVerdict", "worst_of"]

@@ -180,7 +180,3 @@ def _interval(drawn: Sequence[float]) -> Interval:
         return Interval(low=0.0, high=1.0)
     low, high = np.quantile(drawn, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
     return Interval(low=float(low), high=float(high))
-
-
-__all__ = ["NEVER", "FailedDrive", "Interval", "Lead", "AlarmOutcome", "gain", "outcome",
-           "threshold_at"]  # fmt: skip

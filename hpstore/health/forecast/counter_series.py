@@ -43,6 +43,3 @@ def rises(days: IntArray, increased: FloatArray, window: int) -> FloatArray:
     rise = increased - increased[np.maximum(at, 0)]
     rise[at < 0] = np.nan
     return rise
-
-
-__all__ = ["STALE_DAYS", "begins", "held_values", "increases", "rises"]

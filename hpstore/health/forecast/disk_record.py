@@ -69,6 +69,3 @@ def _beginning(path: str, file: int) -> str:
             "away; `hpstore health report` reads it as a table all the same"
         )
     return "" if os.pread(file, 1, size - 1) == b"\n" else "\n"
-
-
-__all__ = ["COLUMNS", "append"]

@@ -214,8 +214,3 @@ def stored_bytes(paths: Sequence[str | os.PathLike[str]]) -> int:
 def has_flag(values: FloatArray) -> NDArray[np.bool_]:
     """Which rows carry a spec flag. Shape (rows, counters) to (rows,). Pure."""
     return np.asarray(values[:, INDEX[SPEC_FLAG]] == 1.0)
-
-
-__all__ = ["DriveFacts", "DriveHistory", "FloatArray", "Gathered", "IntArray", "ROW_BYTES",
-           "choose", "drive_hash", "gather", "has_flag", "history", "load_histories",
-           "stored_bytes", "survey"]  # fmt: skip

@@ -270,6 +270,3 @@ def _values(cells: list[str], layout: _Layout) -> list[float]:
             known = 0.0 if math.isnan(values[at]) else values[at]
             values[at] = max(known, float(flagged(name, float(text))))
     return values
-
-
-__all__ = ["REQUIRED_COLUMNS", "BadRows", "BytesDone", "Row", "read_rows"]

@@ -223,6 +223,3 @@ def _result(
                        resamples=resamples, healthy_share=share),
         over_sum=over, over_sum_interval=interval,
     )  # fmt: skip
-
-
-__all__ = ["FLAGS", "LEAK_FDR", "ForecastEvaluation", "ScoreResult", "evaluate"]

@@ -87,6 +87,3 @@ def feature_names(counters: Sequence[str]) -> list[str]:
     """
     names = [f"{c}:{what}" for c in counters for what in ("level", *(f"rise_{w}" for w in WINDOWS))]
     return [*names, _RULE, _SUM]
-
-
-__all__ = ["MIN_SAMPLES", "MODEL_COUNTERS", "WINDOWS", "compute", "feature_names", "parse_name"]

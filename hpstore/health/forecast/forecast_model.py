@@ -285,18 +285,3 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:24]} is no finite number")
     return number
-
-
-__all__ = [
-    "FORMAT",
-    "MODEL",
-    "RULE",
-    "SCORES",
-    "SUM",
-    "VERSION",
-    "ForecastModel",
-    "FoldModel",
-    "Tail",
-    "load_model",
-    "model_from_json",
-]

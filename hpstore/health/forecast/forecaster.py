@@ -131,6 +131,3 @@ def _sentences(
             f"{model.card.window_days} days"
         )
     return said
-
-
-__all__ = ["FailureForecaster", "Forecast", "Risk"]

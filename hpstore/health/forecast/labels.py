@@ -89,7 +89,3 @@ def split_day(first: int, last: int, until: str) -> int:
 def day_text(day: int) -> str:
     """A day as a date."""
     return date.fromordinal(day).isoformat()
-
-
-__all__ = ["BoolArray", "Labels", "day_text", "fold_of", "inner_fold_of", "labels", "split_day",
-           "thinned"]  # fmt: skip

@@ -92,6 +92,3 @@ def damaged(what: str) -> ForecastError:
     return ForecastError(
         f"the model is damaged or not one of ours: {what}. No drive was judged; train it again"
     )
-
-
-__all__ = ["KNOWN_LIMITS", "FamilyFacts", "ModelCard", "card_from_dict", "damaged"]

@@ -93,7 +93,3 @@ def _parts(days: IntArray, values: FloatArray) -> FloatArray:
     parts[:, _PENDING] = np.where(pending >= offline, pending, 0.0)
     parts[:, _OFFLINE] = np.where(pending >= offline, 0.0, offline)
     return parts
-
-
-__all__ = ["ALARM_SCORE", "LEVEL_WEIGHT", "WINDOW_DAYS", "Evidence", "evidence",
-           "plain_sum", "rule_scores", "spec_flags"]  # fmt: skip

@@ -52,6 +52,3 @@ def judge_past(
         for end in range(1, len(before.days) + 1)
         if before.days[end - 1] >= first_day
     ]  # fmt: skip
-
-
-__all__ = ["judge_past", "judge_reading", "recorded"]

@@ -325,6 +325,3 @@ def _mean(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     means = {name: sum(s.get(name, 0.0) for s in shares) / len(shares) for name in names}
     order = sorted(means, key=lambda name: (-means[name], name))
     return {name: round(means[name], 4) for name in order[:_STRONGEST]}
-
-
-__all__ = ["TrainOptions", "families_of", "train", "window_numbers"]

@@ -183,7 +183,3 @@ def _floats(name: str, items: list[Json]) -> FloatArray:
     if np.isnan(found).any():
         raise damaged(f"{name} holds no number")
     return found
-
-
-__all__ = ["MAX_DEPTH", "MAX_NODES", "Booster", "booster_from_dict", "booster_from_sklearn",
-           "gains"]  # fmt: skip

@@ -74,6 +74,3 @@ def drain_reason(
     if sat > config.sat_out_most_seconds:
         return f"{sat / 60:.0f} minutes sat out within a day"
     return ""
-
-
-__all__ = ["ABSENT", "drain_reason", "entered", "observed", "sitout_seconds"]

@@ -114,7 +114,3 @@ def too_many(devices: Devices, facts: PoolFacts, config: PolicyConfig) -> str:
     if len(bad) <= config.bad_ratio_most * len(all_of_them):
         return ""
     return f"{len(bad)} of {len(all_of_them)} devices are bad: no more are removed by choice"
-
-
-__all__ = ["DAY_SECONDS", "HOUR_SECONDS", "counted", "kept_off", "lost", "may_be_kept_off",
-           "refusal", "silent", "too_many", "too_soon"]  # fmt: skip

@@ -457,6 +457,3 @@ class PolicyTurn:
         if alarm and not self.state.alarm:
             self.act(ActionKind.ALARM, "", alarm)
         self.state = replace(self.state, alarm=alarm)
-
-
-__all__ = ["PolicyTurn", "decide"]

@@ -87,6 +87,3 @@ def _check(turn: PolicyTurn, device: str, word: Command) -> None:
             f"device {device} cannot {word}: {len(off)} are kept off and {len(gone)} lost already, "
             f"parity replaces {spare} more. Nothing was changed. Readmit or rebuild others first."
         )
-
-
-__all__ = ["Command", "command"]

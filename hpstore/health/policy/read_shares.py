@@ -35,6 +35,3 @@ def _worst_first(state: PolicyState) -> list[tuple[str, DeviceHealth]]:
     return sorted(
         state.devices.items(), key=lambda d: (_ORDER.index(d[1].state), -d[1].score, d[0])
     )
-
-
-__all__ = ["no_new_columns", "read_shares"]

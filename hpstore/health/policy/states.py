@@ -288,9 +288,3 @@ class PolicyOutcome:
     state: PolicyState
     actions: tuple[Action, ...] = ()
     decisions: tuple[Decision, ...] = ()
-
-
-__all__ = [
-    "EXPECTED", "Action", "ActionKind", "Decision", "DeviceFacts", "DeviceHealth", "PolicyOutcome",
-    "ForecastOutlook", "PolicyConfig", "PolicyState", "PoolFacts", "Role",
-]  # fmt: skip

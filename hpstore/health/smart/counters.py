@@ -98,7 +98,3 @@ def family_of(model: str) -> str:
     name = _VENDORS.sub("", " ".join(model.split())).upper()
     match = _SEAGATE_SUFFIX.match(name)
     return (match.group(1) if match else name) or UNNAMED_FAMILY
-
-
-__all__ = ["COUNTERS", "FLAG_COLUMNS", "INDEX", "RULE_COUNTERS", "SPEC_FLAG", "SUM_COUNTERS",
-           "UNNAMED_FAMILY", "Counter", "decode", "family_of", "flagged"]  # fmt: skip

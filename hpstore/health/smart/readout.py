@@ -308,7 +308,3 @@ def read_diskstats(path: str = "/proc/diskstats") -> dict[str, DiskActivity]:
             return parse_diskstats(file.read())
     except OSError:
         return {}
-
-
-__all__ = ["TIMEOUT_SECONDS", "DiskActivity", "Readout", "SmartReading", "disks", "parse_diskstats",
-           "parse_nvme", "parse_smartctl", "read_disk", "read_diskstats"]  # fmt: skip

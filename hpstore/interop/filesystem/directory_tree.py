@@ -65,6 +65,3 @@ def dot_files_and_others(paths: Iterable[str]) -> tuple[list[str], list[str]]:
     for path in sorted(paths):
         (dots if path.rsplit("/", 1)[-1].startswith(".") else others).append(path)
     return dots, others
-
-
-__all__ = ["Tree", "descend", "dot_files_and_others", "metadata_first"]

@@ -322,6 +322,3 @@ class TextWriter(_WholeOrNothing, io.TextIOWrapper):
         """Hand the text to the stream below, which decides whether it is stored."""
         with contextlib.suppress(ValueError, OSError):  # closed, detached or failed
             self.flush()
-
-
-__all__ = ["READ_BUFFER_BYTES", "ReadStream", "TextWriter", "UpdateStream", "WriteStream"]

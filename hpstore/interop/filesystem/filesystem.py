@@ -463,6 +463,3 @@ class PoolFileSystem(PoolListing):
                 key=now.key,
             )
         self.rm_file(path)
-
-
-__all__ = ["PoolFileSystem"]

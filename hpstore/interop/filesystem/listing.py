@@ -202,6 +202,3 @@ def _file(place: ParsedPath, found: ObjectInfo) -> _Facts:
         "version": found.version,
         "metadata": dict(found.metadata),
     }
-
-
-__all__ = ["PoolListing"]

@@ -45,6 +45,3 @@ def plan_move(roots: list[str], chosen: Selection, target: str, *, into: bool) -
     if clash:
         raise OSError(errno.EINVAL, f"moving to {target} would write an object twice", target)
     return PathMoves(files=files, directories=directories) if files or directories else None
-
-
-__all__ = ["PathMoves", "Selection", "plan_move"]

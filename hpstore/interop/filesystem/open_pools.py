@@ -104,6 +104,3 @@ class Mounts:
         for found in mounts.values():
             if found.exception() is None:
                 found.result().pool.close()
-
-
-__all__ = ["MADE_LIMIT", "MEMORY_BYTES", "Mount", "Mounts"]

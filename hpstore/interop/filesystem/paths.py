@@ -151,6 +151,3 @@ class PoolPaths(AbstractFileSystem, metaclass=_Canonical):  # type: ignore[misc]
         if not place.key:
             raise IsADirectoryError(errno.EISDIR, "a pool is no file", str(path))
         return place
-
-
-__all__ = ["ParsedPath", "PoolPaths"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from fsspec.callbacks import Callback
 
-from hpstore.pool.many_objects import SMALL_BYTES
+from hpstore.objects.write.many_writes import SMALL_BYTES
 from hpstore.units import MIB
 
 _FILES, _BYTES = 512, 8 * MIB  # held in memory for one call
@@ -57,6 +57,3 @@ class SmallFiles:
         waiting, self._waiting, self._bytes = self._waiting, {}, 0
         if waiting:
             self._put(waiting)
-
-
-__all__ = ["Pairs", "SmallFiles"]

@@ -90,6 +90,3 @@ def put_aside(path: str, spool: Spool, put: Callable[[BinaryIO], object]) -> Non
     thread.join(WAIT_SECONDS)
     if thread.is_alive():
         _log.warning("the stream to %s is still being stored", path)
-
-
-__all__ = ["WAIT_SECONDS", "put_aside", "remember"]

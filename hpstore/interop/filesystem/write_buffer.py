@@ -94,6 +94,3 @@ class Spool:
         if self._pid != os.getpid():
             self.file.raw.close()  # nothing buffered goes into the file that the parent writes on
         self.file.close()
-
-
-__all__ = ["SPOOL_BYTES", "Spool"]

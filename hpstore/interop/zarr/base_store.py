@@ -262,6 +262,3 @@ def _buffer(array: Bytes, prototype: BufferPrototype | None) -> Buffer:
 
 def _reopen(kind: type[BlockingStore], path: str, place: str, read_only: bool) -> BlockingStore:
     return kind(path, place, read_only=read_only)
-
-
-__all__ = ["BlockingStore", "byte_span"]

@@ -200,6 +200,3 @@ async def _to_the_end(work: Callable[..., T], *args: object) -> T:
         if running.exception() is not None:
             _log.warning("after it was cancelled, a write failed: %s", running.exception())
         raise
-
-
-__all__ = ["PoolStore"]

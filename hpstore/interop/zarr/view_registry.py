@@ -149,6 +149,3 @@ class PoolViews:
         """Close what is open; the next use opens it again."""
         for views in list(self._made.values()):
             views.close()
-
-
-__all__ = ["GROUP", "KeyViews", "MakeViews", "PoolViews", "Shown"]

@@ -359,6 +359,3 @@ def chosen(places: Locations, which: Int64s) -> Locations:
         shard=places.shard[which], start=places.start[which], length=places.length[which],
         page=places.page[which], checksum=places.checksum[which], ragged=places.ragged[which],
     )  # fmt: skip
-
-
-__all__ = ["Assembler", "chosen"]

@@ -171,6 +171,3 @@ class Slots(Closing):
             if slot.dropped():
                 self._out.discard(slot)
                 self._free.append(slot)
-
-
-__all__ = ["BatchSlot", "Slots"]

@@ -90,6 +90,3 @@ class PoolReads:
     def stats(self) -> dict[str, Any]:
         """Counters of this process: several loaders of a pool see each other's."""
         return {name: value - self._before[name] for name, value in self._now().items()}
-
-
-__all__ = ["Counts", "PoolReads", "Waits"]

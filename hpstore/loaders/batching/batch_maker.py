@@ -340,12 +340,3 @@ def cache_budget(cache: object) -> int:
             f'cache {cache!r}: give "auto", bytes such as "8GiB", a Cache, or None or 0 for none'
         )
     return bytes_argument("cache", cache)
-
-
-__all__ = [
-    "CACHE_SHARE",
-    "Engine",
-    "Session",
-    "cache_budget",
-    "worth_reading",
-]

@@ -243,6 +243,3 @@ def _join_leaving() -> None:
     until = time.monotonic() + JOIN_SECONDS
     for thread in list(_leaving):
         thread.join(max(0.0, until - time.monotonic()))
-
-
-__all__ = ["BatchTimeout", "Pipeline"]

@@ -210,6 +210,3 @@ class _Following:
             self._stopped = True
             self._moved.notify_all()
         self._thread.join()
-
-
-__all__ = ["CachedReads", "CachedRun"]

@@ -40,6 +40,3 @@ def direct_access(transfer: GpuTransfer, gpu: Gpu | None, obstacle: str) -> Dire
 
     always = transfer.direct == "always"
     return DirectAccess(gpu, always=always, arena_bytes=int(transfer.arena_bytes))
-
-
-__all__ = ["direct_access", "why_no_direct"]

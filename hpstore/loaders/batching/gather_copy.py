@@ -146,5 +146,3 @@ def _openmp() -> ctypes._NamedFuncPointer | None:
 
 
 _set_threads = _openmp()
-
-__all__ = ["LARGE_BYTES", "How", "Pieces", "join"]

@@ -264,13 +264,3 @@ def make_engine(
 
 
 AnySession: TypeAlias = Session | MixedSession
-
-__all__ = [
-    "AnyEngine",
-    "AnySession",
-    "MixedEngine",
-    "Mixture",
-    "fingerprints",
-    "make_engine",
-    "stored_bytes",
-]

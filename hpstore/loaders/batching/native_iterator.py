@@ -380,6 +380,3 @@ def _first_rows(batches: Iterator[Any]) -> tuple[int, Iterator[Any]]:
 
 def _sampler(loader: Served) -> Any:
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-
-
-__all__ = ["EndIterator", "Native", "NativeIterator", "BatchRun", "native_of", "order_for"]

@@ -331,6 +331,3 @@ class PageMemory:
     def _tell(self) -> None:
         self._moved.notify_all()
         self._room_made.notify_all()
-
-
-__all__ = ["NEVER", "Places", "PageMemory"]

@@ -216,16 +216,3 @@ class PagePrefetcher(Closing):
         self.stop()
         for thread in self._threads:
             thread.join()
-
-
-__all__ = [
-    "WINDOWS_KEPT",
-    "PageFill",
-    "PagePrefetcher",
-    "everything",
-    "everything_in_windows",
-    "fills_of",
-    "in_windows",
-    "page_bounds",
-    "stripes_kept",
-]

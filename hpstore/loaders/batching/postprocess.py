@@ -208,6 +208,3 @@ class Finish:
         self.samples_total += made.samples
         self.bytes_total += made.nbytes
         return made.batch.wait() if isinstance(made.batch, Arriving) else made.batch
-
-
-__all__ = ["Finish"]

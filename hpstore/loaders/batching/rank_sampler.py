@@ -93,6 +93,3 @@ def _following(loader: Any) -> list[Any]:
         getattr(loader.batch_sampler, "sampler", None),
     ]
     return [one for one in samplers if callable(getattr(one, "set_epoch", None))]
-
-
-__all__ = ["RankSampler", "agree_on_epoch", "asked_epoch"]

@@ -58,6 +58,3 @@ class Served(Protocol):
     def follow_growth(self) -> None: ...
 
     def set_epoch(self, epoch: int) -> None: ...
-
-
-__all__ = ["Served"]

@@ -133,6 +133,3 @@ def _check(addresses: UInt64s, lengths: Int64s, out: Bytes) -> None:
         )
     if len(lengths) and int(lengths.min()) < 0:
         raise ValueError(f"a piece of {int(lengths.min())} bytes")
-
-
-__all__ = ["LARGE_BYTES", "PIECE_BYTES", "Join", "missed", "past_the_cache", "tried", "worth_it"]

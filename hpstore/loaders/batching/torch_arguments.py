@@ -129,6 +129,3 @@ def _require_threads(num_workers: object, prefetch_factor: object) -> None:
         raise ConfigError("num_workers option should be non-negative; use num_workers=0")
     if prefetch_factor is not None:
         whole_argument("prefetch_factor", prefetch_factor, least=1)
-
-
-__all__ = ["T_co", "asked_processes", "kept_names", "native_options", "require_arguments"]

@@ -215,6 +215,3 @@ class ForeignIterator:
             loader.finish.counted(samples)
             loader.moved(after)
         return batch
-
-
-__all__ = ["ForeignIterator", "PositionSampler", "begin", "described", "reference", "refuse_ours"]

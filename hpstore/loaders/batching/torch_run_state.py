@@ -232,7 +232,3 @@ def _tensor(text: str) -> torch.Tensor:
         return torch.from_numpy(np.frombuffer(bytes.fromhex(text), np.uint8).copy())
     except ValueError as error:
         raise ConfigError("the saved state of a generator is none") from error
-
-
-__all__ = ["Companions", "Skipping", "has_state", "put_back", "put_back_iterator", "reads_again",
-           "worker_seed"]  # fmt: skip

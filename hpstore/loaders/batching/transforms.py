@@ -149,6 +149,3 @@ def takes_rng(function: Callable[..., Any]) -> bool:
     except (TypeError, ValueError):  # builtins do not tell
         return False
     return len(wanted) >= 2
-
-
-__all__ = ["MOST_FAILURES", "Task", "UserTransforms", "Worked"]

@@ -107,6 +107,3 @@ def survives(value: Any) -> bool:
     except Exception:  # noqa: BLE001 (whatever a user's class does when it is copied)
         return False
     return True
-
-
-__all__ = ["UNSENDABLE", "WorkerChannel", "survives"]

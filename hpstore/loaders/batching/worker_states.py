@@ -279,9 +279,3 @@ def require_as_many(loader: Served, found: Mapping[str, Any]) -> None:
             f"the data set; this loader has num_workers={loader.num_workers}. Nothing was loaded. "
             f"Give num_workers={len(found[WORKERS])}, or begin the epoch again without the state."
         )
-
-
-__all__ = [
-    "BEGUN", "DATASET", "FETCHER", "SAMPLER", "SNAPSHOT", "WORKERS", "Stateful", "WatchedIterator",
-    "WorkerStates", "is_watched", "require_as_many", "required",
-]  # fmt: skip

@@ -169,6 +169,3 @@ class _Owned(Closing):
     def close(self) -> None:
         """The other way round than it was made."""
         self._parts.close()
-
-
-__all__ = ["Cache"]

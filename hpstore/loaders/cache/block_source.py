@@ -75,7 +75,3 @@ def bytes_of(sizes: Sizes, blocks: Int64s) -> int:
 def total_bytes(sizes: Sizes, count: int) -> int:
     """Bytes of all blocks."""
     return sizes * count if isinstance(sizes, int) else int(sizes.sum())
-
-
-__all__ = ["BlockSource", "MemoryLost", "Sizes", "Targets", "bytes_of", "check_source", "sizes_of",
-           "total_bytes"]  # fmt: skip

@@ -469,6 +469,3 @@ class Core:
             with self.lock:
                 self._copies -= nbytes
             part.cancel(chosen, taken.drop)
-
-
-__all__ = ["Core"]

@@ -65,6 +65,3 @@ def shares(numbers: dict[str, float]) -> dict[str, float]:
         "accuracy": of(n("prefetch_used_bytes") + n("prefetch_late_bytes"), n("prefetch_bytes")),
         "timeliness": of(used, used + n("prefetch_late_total")),
     }
-
-
-__all__ = ["CacheTally", "shares"]

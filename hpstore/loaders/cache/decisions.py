@@ -60,6 +60,3 @@ class MakePolicy(Protocol):
     def __call__(
         self, sizes: int | Int64s, blocks: int, capacity_bytes: int, *, jobs: int
     ) -> Policy: ...
-
-
-__all__ = ["Arrays", "Bools", "Floats", "MakePolicy", "CacheDecision", "Policy", "CacheWants"]

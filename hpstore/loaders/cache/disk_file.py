@@ -207,6 +207,3 @@ def punch(fd: int, start: int, length: int) -> None:
     if _fallocate()(fd, _KEEP_SIZE | _PUNCH_HOLE, start, length) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"cannot punch a hole: {os.strerror(number)}")
-
-
-__all__ = ["DiskFile", "PLACE_BYTES", "places", "punch"]

@@ -423,6 +423,3 @@ def _lane(workers: int) -> Scheduler:
         workers_per_device=workers, queue_depth=4096, compute_threads=1, threads=True,
         stuck_seconds=DEADLINE_SECONDS,
     )  # fmt: skip
-
-
-__all__ = ["DiskPart", "DiskTier", "Taken"]

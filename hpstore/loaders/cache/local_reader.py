@@ -225,6 +225,3 @@ def check_targets(sizes: Int64s, targets: Targets) -> None:
         fits = [len(target) for target in targets] == sizes.tolist()
     if not fits:
         raise ValueError("every target must be as long as its block")
-
-
-__all__ = ["Attached", "check_targets", "read_each_once", "sizes_of_blocks"]

@@ -120,6 +120,3 @@ def mapped(fd: int, nbytes: int) -> Bytes:
         return np.frombuffer(mmap.mmap(fd, nbytes, prot=mmap.PROT_READ), np.uint8)
     finally:
         os.close(fd)
-
-
-__all__ = ["MemoryTier", "OwnMemory", "Pin", "SharedMemory", "check_fits", "mapped"]

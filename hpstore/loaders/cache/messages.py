@@ -201,7 +201,3 @@ def _exactly(connection: socket.socket, count: int) -> Bytes:
 def as_bytes(numbers: Int64s) -> Bytes:
     """Numbers as a message's bytes."""
     return np.ascontiguousarray(numbers, np.int64).view(np.uint8)
-
-
-__all__ = ["Lost", "Message", "address", "as_bytes", "check_peer", "connect", "listen", "receive",
-           "send"]  # fmt: skip

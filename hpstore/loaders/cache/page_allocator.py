@@ -256,16 +256,3 @@ class FreePages:
             self._resting.append((self._tickets, len(ids)))
         else:
             self.ready_count += len(ids)
-
-
-__all__ = [
-    "LEAST_PAGE_BYTES",
-    "NO_PAGE",
-    "TABLE_BYTES",
-    "FoundPages",
-    "FreePages",
-    "Int32s",
-    "Pages",
-    "choose_page_bytes",
-    "pages_needed",
-]

@@ -233,6 +233,3 @@ def divided(claims: Sequence[PageClaim], pages: int) -> list[int]:
     """Pages for each: a batch first, the rest by their bytes."""
     rest, total = pages - sum(one.least for one in claims), sum(one.pages for one in claims)
     return [one.least + rest * one.pages // total for one in claims]
-
-
-__all__ = ["PageClaim", "Division", "claim", "divided"]

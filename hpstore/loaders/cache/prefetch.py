@@ -211,6 +211,3 @@ def _fetch(core: Core, work: PrefetchWork, memory: Bytes) -> Bytes:
     else:
         core.give_up(stock, list(zip(blocks.tolist(), work.flights, strict=True)))
     return memory
-
-
-__all__ = ["Prefetcher", "PrefetchWork", "next_work"]

@@ -38,6 +38,3 @@ class RecordSource:
         """As BlockSource.read: verified, straight from the devices where that can be."""
         if not self._data.read_rows(self._stream, blocks, list(targets)):
             raise MemoryLost
-
-
-__all__ = ["RecordSource"]

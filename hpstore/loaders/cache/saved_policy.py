@@ -52,6 +52,3 @@ def load_learned(part: DiskPart, identity: str, tally: CacheTally) -> Arrays | N
         _log.warning("%s was learned from other data: starting afresh", path)
         return None
     return arrays
-
-
-__all__ = ["load_learned", "save_learned"]

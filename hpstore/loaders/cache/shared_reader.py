@@ -261,6 +261,3 @@ class SharedAttached(Closing):
             for connection in (self._main, *self._others):
                 connection.close()
         self._lost = True
-
-
-__all__ = ["SharedAttached"]

@@ -22,7 +22,7 @@ from hpstore.errors import ConfigError, HpstoreError, ThreadsExhausted
 from hpstore.loaders.cache.block_source import Sizes, Targets, sizes_of
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.memory_tier import SharedMemory
-from hpstore.loaders.cache.messages import Lost, Message, as_bytes, check_peer, receive, send
+from hpstore.loaders.cache.messages import Lost, Message, check_peer, receive, send
 from hpstore.loaders.cache.partition import Division
 from hpstore.loaders.cache.source_state import Asked, BlockFetch, Fetched, ReaderJob, SourceState
 from hpstore.loaders.dataset.record_layout import Int64s
@@ -311,7 +311,3 @@ class _Peer:
     def _begin(self, message: Message) -> None:
         self._core.begin_epoch(self._stock, self._job, message.facts["requests"])
         self._core.heard(self._job)
-
-
-__all__ = ["AGAIN", "FETCH", "HERE", "INLINE", "KEEP", "LATE", "RemoteSource", "CacheServer",
-           "as_bytes"]  # fmt: skip

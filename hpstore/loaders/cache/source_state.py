@@ -267,19 +267,3 @@ class Landing:
     fetched: Sequence[Fetched]
     kept: Sequence[Fetched]
     heads: Int32s  # of the kept
-
-
-__all__ = [
-    "Fetched",
-    "AHEAD",
-    "FETCHED",
-    "MOST_JOBS",
-    "Asked",
-    "BlockFetch",
-    "ReaderJob",
-    "SourcePace",
-    "Room",
-    "SourceState",
-    "FetchTurn",
-    "Landing",
-]

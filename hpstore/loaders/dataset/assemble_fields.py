@@ -43,6 +43,3 @@ def field_bytes(layout: Record, records: Sequence[Bytes], ragged: Int64s) -> dic
         ends = (low + ragged[:, column]).tolist()
         found[name] = [r[a:b] for r, a, b in zip(records, low.tolist(), ends, strict=True)]
     return found
-
-
-__all__ = ["field_bytes", "field_views"]

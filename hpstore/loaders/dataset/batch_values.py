@@ -92,6 +92,3 @@ def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[di
 def slot_bytes(nbytes: int) -> int:
     """Of the slot for so many: room for batches that are a little larger, as of many sizes."""
     return round_up(nbytes + nbytes // 16, MIB) if nbytes >= MIB else MIB
-
-
-__all__ = ["Batch", "BatchValue", "Ragged", "jagged", "nbytes_of", "samples_of", "slot_bytes"]

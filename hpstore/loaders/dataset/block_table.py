@@ -179,6 +179,3 @@ class BlockTable:
         self._holds[slot] = block
         if self._dense and self._holds.min() >= 0:
             self._all = [t.reshape(-1, *t.shape[2:]) for t in self._tables]
-
-
-__all__ = ["BLOCK_ROWS", "TABLE_BYTES", "BlockTable", "Load", "Runs"]

@@ -88,6 +88,3 @@ def read_object_ranges(piece: ObjectRanges, reader: PooledReader | Exception) ->
     read_spans(reader, plan, 0, buffer)
     places = zip(plan.position.tolist(), lengths.tolist(), strict=True)
     return [buffer[at : at + count] for at, count in places]
-
-
-__all__ = ["GAP_BYTES", "ObjectRanges", "Spans", "plan_spans", "read_object_ranges", "read_spans"]

@@ -110,6 +110,3 @@ def _renew_at_fork(made: Dataset) -> None:
             alive.renew_after_fork()
 
     os.register_at_fork(after_in_child=renew)
-
-
-__all__ = ["Dataset", "Sample", "Value", "read_manifest"]

@@ -368,9 +368,3 @@ def dataset_of(key: str) -> str | None:
 def column_names(fields: Sequence[str], scalars: Sequence[str]) -> dict[str, str]:
     """Name of each scalar's column in keys: the number of its field."""
     return {name: str(list(fields).index(name)) for name in scalars}
-
-
-__all__ = ["FORMAT", "KIND", "ORDER", "PREFIX", "ContentDigest", "DatasetManifest", "DatasetPart",
-           "StreamShards", "check_dataset_name", "check_new_name", "column_key", "column_names",
-           "dataset_of", "journal_key", "manifest_key", "nonce_of", "object_prefix", "pages_key",
-           "part_key", "shard_key", "side_key"]  # fmt: skip

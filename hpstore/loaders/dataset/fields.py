@@ -306,8 +306,3 @@ def ragged_rows(name: str, field: Field, values: object, where: str) -> list[Byt
         )
     rows: Iterable[object] = values
     return [ragged_value(name, field, value, where) for value in rows]
-
-
-__all__ = ["BFLOAT16", "DTYPES", "SCALAR_BYTES", "Array", "Field", "FieldKind", "Value", "as_array",
-           "check_field_name", "check_fields", "check_names", "fixed_rows", "fixed_value",
-           "ragged_rows", "ragged_value"]  # fmt: skip

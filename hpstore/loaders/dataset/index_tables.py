@@ -104,8 +104,3 @@ def check_hash(key: str, data: Any, wanted: str) -> None:  # Any: as object_hash
     """Raise IntegrityError unless the object is the one that the manifest names."""
     if object_hash(data) != wanted:
         raise IntegrityError(f"object {key!r} is not the one that the manifest names", key=key)
-
-
-__all__ = ["HEADER_BYTES", "PAGE_MAGIC", "SIDE_MAGIC", "Table", "check_hash", "check_header",
-           "decode_tables", "encode_tables", "object_hash", "page_dtypes", "side_dtypes",
-           "side_ranges", "table_starts"]  # fmt: skip

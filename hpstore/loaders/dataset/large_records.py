@@ -114,6 +114,3 @@ def _memory(pool: Pool, nbytes: int) -> tuple[Lease | None, Bytes]:
 def _release(lease: Lease | None) -> None:
     if lease is not None:
         lease.release()
-
-
-__all__ = ["PART_BYTES", "aligned_bytes", "aligned_rows", "part_bounds", "read_parts"]

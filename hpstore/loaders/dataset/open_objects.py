@@ -206,6 +206,3 @@ class OpenShards(Closing):
             _close_first(self._first, self._pid)
         for shelf in list(self._shelves):
             _close_all(shelf.readers, self._closed, self._pid)
-
-
-__all__ = ["OpenShards"]

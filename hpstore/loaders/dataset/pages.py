@@ -14,7 +14,8 @@ from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.dataset.coalesce import plan_spans, read_spans
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Locations, PageTable, Stream
-from hpstore.objects.read.range_reader import PooledReader, UnitFill
+from hpstore.objects.read.fill_units import UnitFill
+from hpstore.objects.read.range_reader import PooledReader
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import round_up
 
@@ -236,7 +237,3 @@ def _decode(stream: Stream, pages: PageTable, number: int, stored: Bytes, out: B
             f"page {number} of stream {stream.name!r} (samples {pages.first_sample[number]}...): "
             f"{error}, although the pool's own checksums hold. Nothing was changed."
         ) from error
-
-
-__all__ = ["CODECS", "checked_compression", "compress_pages", "fill_pages", "page_pieces",
-           "read_compressed", "read_pages"]  # fmt: skip

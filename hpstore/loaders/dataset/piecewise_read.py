@@ -49,6 +49,3 @@ def read_large(
     else:
         open_shard(shard).read_ranges([(start, start + length)], deliver)
     return int(digest.intdigest()) == int(place.checksum[0])
-
-
-__all__ = ["LARGE_BYTES", "Target", "read_large"]

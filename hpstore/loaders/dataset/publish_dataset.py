@@ -346,17 +346,3 @@ def require_pool(pool: object, who: str) -> Pool:
             'with hpstore.open("pool.toml") as pool: ...'
         )
     return pool
-
-
-__all__ = [
-    "DatasetInfo",
-    "dataset_info",
-    "delete_dataset",
-    "joined_content",
-    "list_datasets",
-    "publish",
-    "publish_parts",
-    "remove_orphans",
-    "require_pool",
-    "written_parts",
-]

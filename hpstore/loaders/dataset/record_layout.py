@@ -225,25 +225,3 @@ def place(
             break
         starts.append(start)
     return starts
-
-
-__all__ = [
-    "LARGE_RECORD_BYTES",
-    "MAX_ROW_FIELDS",
-    "PADDING_SHARE",
-    "PAYLOAD_ALIGNMENT",
-    "SHARD_BYTES",
-    "UNIT_BYTES",
-    "UNIT_CHOICES",
-    "FixedPlan",
-    "Int64s",
-    "FieldLayout",
-    "Record",
-    "choose_unit",
-    "choose_unit_for_mean",
-    "even_rows",
-    "group_fields",
-    "place",
-    "shard_capacity",
-    "stride_of",
-]

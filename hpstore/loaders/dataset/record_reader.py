@@ -60,7 +60,9 @@ from hpstore.loaders.dataset.record_stream import (
     stripe_firsts,
 )
 from hpstore.loaders.dataset.table_checks import check_pages, check_places, check_range, matches
-from hpstore.objects.read.range_reader import MOST_KEYS, PooledReader, Scatter, Scattered
+from hpstore.objects.read.open_many import MOST_KEYS
+from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.scatter import Scatter, Scattered
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing
@@ -473,6 +475,3 @@ class StoredData(Closing):
         """Close what is open, of all threads; none of them reads now. Idempotent."""
         self._closed = True
         self._readers.close()
-
-
-__all__ = ["StoredData"]

@@ -172,6 +172,3 @@ def stripe_firsts(stream: Stream, pages: PageTable) -> Int64s:
     new[1:] = (np.diff(stripe) != 0) | (np.diff(pages.shard) != 0)
     firsts = np.append(pages.first_sample[:-1][new], pages.first_sample[-1])
     return np.unique(firsts)
-
-
-__all__ = ["Locations", "PageTable", "Stream", "make_pages", "make_stream", "stripe_firsts"]

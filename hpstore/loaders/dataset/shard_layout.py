@@ -247,7 +247,3 @@ class RaggedShard:
         )  # fmt: skip
         self._reset()
         return full
-
-
-__all__ = ["FixedShard", "FullShard", "RaggedShard", "ShardBuffers", "UInt64s", "index_bytes",
-           "record_checksums", "zarr_index"]  # fmt: skip

@@ -63,6 +63,3 @@ def _odd(stream: Stream, where: str, kind: str) -> IntegrityError:
         f"{where}: the {kind} tables of stream {stream.name!r} do not fit the manifest. Nothing "
         "was changed; write the data set again."
     )
-
-
-__all__ = ["UNPROVEN_PAGES", "check_pages", "check_places", "check_range", "matches"]

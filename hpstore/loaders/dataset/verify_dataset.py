@@ -170,6 +170,3 @@ class _Verification:
         self._report.bytes += len(data)
         if column != ORDER:
             self._content.add_column(list(self._data.manifest.fields)[int(column)], data)
-
-
-__all__ = ["DatasetReport", "verify_dataset"]

@@ -232,6 +232,3 @@ class DirectRead:
 _NO_BLOCKS = Blocks(
     starts=NO_ROWS, lengths=NO_ROWS, seeds=np.empty(0, np.uint64), expected=np.empty(0, np.uint64)
 )
-
-
-__all__ = ["DirectRead", "DirectResult"]

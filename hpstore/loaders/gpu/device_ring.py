@@ -137,6 +137,3 @@ class DeviceRing:
             for slot in (*self._free, *gone):
                 self.made_bytes -= slot.memory.nbytes
             self._free.clear()
-
-
-__all__ = ["DeviceRing", "DeviceSlot"]

@@ -432,6 +432,3 @@ def _when_over(late: Sequence[Future[int]], act: Callable[[], None]) -> None:
 
     for future in late:
         future.add_done_callback(over)
-
-
-__all__ = ["DirectAccess"]

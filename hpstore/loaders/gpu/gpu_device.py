@@ -257,6 +257,3 @@ def gpu_of(device: str | torch.device | Gpu | None) -> Gpu | None:
     if found.type != "cuda":
         raise ConfigError(f"device {str(found)!r}: batches are sent to cpu or cuda")
     return CudaGpu(found)
-
-
-__all__ = ["CudaGpu", "Gpu", "Mark", "gpu_of"]

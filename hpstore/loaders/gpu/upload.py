@@ -145,6 +145,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors(one)
-
-
-__all__ = ["Arriving", "Transfer"]

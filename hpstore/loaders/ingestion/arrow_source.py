@@ -309,6 +309,3 @@ def _null_columns(batch: Any, columns: dict[str, Convert]) -> Iterator[str]:
         else:
             if column.null_count:
                 yield repr(name)
-
-
-__all__ = ["ARROW", "PARQUET", "ArrowTables"]

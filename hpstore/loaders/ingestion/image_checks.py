@@ -88,6 +88,3 @@ def _png(data: bytes) -> str:
             return ""
         at = end
     return "the PNG is cut short: it has no IEND chunk"
-
-
-__all__ = ["CHECKED", "image_problem"]

@@ -203,6 +203,3 @@ def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:
     except OSError:  # a link that leads nowhere: reading it will say so
         return 0, 0
     return found.st_size, found.st_mtime_ns
-
-
-__all__ = ["EXTENSIONS", "ImageFolder"]

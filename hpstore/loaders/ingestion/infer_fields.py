@@ -115,6 +115,3 @@ def _value_bytes(value: object) -> int:
     if isinstance(value, str | bytes | bytearray | memoryview):
         return len(value)
     return 8
-
-
-__all__ = ["LOOKED_AT", "fitted", "infer_fields", "sample_bytes", "value_field"]

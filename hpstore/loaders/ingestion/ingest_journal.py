@@ -140,6 +140,3 @@ def mismatch(found: Progressed, wanted: Progressed) -> str:
         if found.plan.get(name) != value:
             return f"{name} was {found.plan.get(name)}, now it is {value}"
     return ""
-
-
-__all__ = ["Journal", "Progressed", "Skipped", "mismatch", "unfinished_ingests"]

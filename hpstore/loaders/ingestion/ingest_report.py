@@ -41,6 +41,3 @@ class IngestReport:
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return {**asdict(self), "skipped_count": len(self.skipped)}
-
-
-__all__ = ["IngestCallback", "IngestProgress", "IngestReport"]

@@ -104,6 +104,3 @@ def _length(name: str, array: Array, where: str) -> int:
             f"{where}: array {name!r} has dtype {array.dtype}, which no field can hold"
         )
     return len(array)
-
-
-__all__ = ["NUMPY", "Arrays", "numpy_files"]

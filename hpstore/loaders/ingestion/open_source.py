@@ -155,6 +155,3 @@ def _below(path: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
                 return
             if name.lower().endswith(endings):
                 yield name
-
-
-__all__ = ["SourceFormat", "open_source"]

@@ -255,6 +255,3 @@ def _published(pool: Pool, name: str) -> set[str]:
         return {part.nonce for part in read_manifest(pool, name).parts}
     except ObjectNotFound:
         return set()
-
-
-__all__ = ["FILL", "PartsWriter", "Target", "discard", "is_published", "replaceable"]

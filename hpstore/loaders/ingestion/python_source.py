@@ -117,6 +117,3 @@ def shape_of(sample: Sample) -> list[object]:
             raw = np.asarray(value).tobytes()
         rows.append([name, type(value).__name__, hashlib.blake2b(raw, digest_size=16).hexdigest()])
     return rows
-
-
-__all__ = ["Indexable", "Iterables", "MapDataset", "as_sample"]

@@ -323,6 +323,3 @@ def _joined(first: Iterable[Placed], rest: Generator[Placed, None, None]) -> Gen
     """Both, closed together."""
     yield from first
     yield from rest
-
-
-__all__ = ["MAX_SKIPPED", "ingest"]

@@ -150,15 +150,3 @@ def digest_of(rows: Iterable[object]) -> str:
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
-
-
-__all__ = [
-    "BLOCK_SHIFT",
-    "BlockwiseSource",
-    "IndexedSource",
-    "SourceItem",
-    "Sample",
-    "Source",
-    "digest_of",
-    "in_order",
-]

@@ -78,6 +78,3 @@ def file_facts(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Path, size and time of change of each, for a fingerprint."""
     return [(str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns)
             for file in files]  # fmt: skip
-
-
-__all__ = ["file_facts", "local_path", "source_files"]

@@ -137,6 +137,3 @@ def _json(path: Path) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-__all__ = ["no_table", "table_files"]

@@ -199,6 +199,3 @@ def _end_problem(block: bytes, at: int) -> str:
     if len(block) < BLOCK_BYTES:
         return f"it ends at byte {at + len(block)} without a tar's end mark: cut short"
     return f"no tar header at byte {at}: the rest cannot be read" if any(block) else ""
-
-
-__all__ = ["TarDamaged", "TarHeaders", "TarMember"]

@@ -154,7 +154,3 @@ class TarIndex:
     def total_bytes(self) -> int:
         """Bytes of all samples' files."""
         return sum(self._sizes)
-
-
-__all__ = ["APART", "MOST_ENDINGS", "SampleFile", "TarIndex", "members", "split_name",
-           "too_many_endings"]  # fmt: skip

@@ -274,6 +274,3 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
                 yield cast("IO[bytes]", unpacked)
         else:
             yield open_xz(raw) if name.endswith(".xz") else raw
-
-
-__all__ = ["COMPRESSED", "KEY", "PLAIN", "TarShards", "TarStreams", "webdataset"]

@@ -140,5 +140,3 @@ class BlockRecords:
 
 
 Records = NumberedRecords | BlockRecords
-
-__all__ = ["WINDOW_BYTES", "BlockRecords", "NumberedRecords", "IngestPosition", "Placed", "Records"]

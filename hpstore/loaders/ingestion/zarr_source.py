@@ -115,6 +115,3 @@ def _arrays(where: Any, said: str) -> dict[str, zarr.Array[Any]]:
                 f"{said}: array {name!r} has dtype {array.dtype}, which no field can hold"
             )
     return found
-
-
-__all__ = ["ZarrArrays"]

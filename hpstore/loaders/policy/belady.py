@@ -123,6 +123,3 @@ class SampledLog:
         room = max(1, round(self._capacity / self._every))
         most = most_hits(self._blocks[at], room, hits, counted=half)
         return int(hits[half:].sum()) / most if most else None
-
-
-__all__ = ["SampledLog", "belady", "most_hits", "next_uses"]

@@ -81,6 +81,3 @@ class Table:
         """Changed rows of blocks, each once: as they were taken, but for `keys` and `seen`."""
         rows.words[:, : self.columns] = rows.keys.T
         self._whole[blocks] = rows.words.view(self._whole.dtype)[:, 0]
-
-
-__all__ = ["BlockRows", "Table"]

@@ -45,6 +45,3 @@ class WantedBlocks:
 
     fetch: Int64s
     evict: Int64s
-
-
-__all__ = ["Bools", "Floats", "Int32s", "Int64s", "CachePlan", "WantedBlocks"]

@@ -442,6 +442,3 @@ def _run(flags: Bools) -> int:
         return 0
     first = int(flags.argmin())
     return len(flags) if flags[first] else first
-
-
-__all__ = ["CachePolicy"]

@@ -100,6 +100,3 @@ class EpochBits:
         means = np.trapezoid(survival, times, axis=1)
         table: Floats = np.log(np.maximum(means, 1e-3)).astype(np.float32)
         return table
-
-
-__all__ = ["JOBS", "EpochBits"]

@@ -165,6 +165,3 @@ class Shadows:
         self.active, self.switches = arrays["numbers"].astype(np.int64).tolist()
         held = arrays["waiting"].astype(np.int64)
         self._waiting, self._held = ([held] if len(held) else []), len(held)
-
-
-__all__ = ["BEYOND", "EXPERTS", "MARGIN", "NO_ROOM", "PHASE", "Expert", "Shadows", "sample_of"]

@@ -124,6 +124,3 @@ class Learner:
             if column < self.columns:
                 self.keys[:, column] -= np.float32(by)
         self._list_paces()
-
-
-__all__ = ["HALF_LIVES", "Learner"]

@@ -156,6 +156,3 @@ def _places(start: int, stop: int, size: int) -> Int64s | slice:
     if low + stop - start <= size:
         return slice(low, low + stop - start)
     return np.arange(start, stop) % size
-
-
-__all__ = ["NEVER", "Future", "is_kept"]

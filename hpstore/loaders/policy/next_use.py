@@ -351,6 +351,3 @@ class Outlook:
             after = behind[beyond] if isinstance(behind, np.ndarray) else behind(beyond)
             found[beyond] = np.logaddexp(horizon, after)
         return found
-
-
-__all__ = ["Outlook"]

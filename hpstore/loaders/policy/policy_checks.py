@@ -53,6 +53,3 @@ def check_arrays(arrays: Mapping[str, npt.NDArray[np.generic]], blocks: int, job
             f"a saved cache policy is of (version, blocks, jobs) {made}, this one of {wanted}: "
             "start without it"
         )
-
-
-__all__ = ["STATE_VERSION", "check_arrays", "check_sizes"]

@@ -84,6 +84,3 @@ class Residents:
         # below the least distance of two points
         offset = int((self.draws * _GOLDEN) % 1.0 * (self.count // count))
         return self._listed.take(self._lattice + offset)
-
-
-__all__ = ["EXACT", "Residents"]

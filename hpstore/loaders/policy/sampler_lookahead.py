@@ -69,6 +69,3 @@ class Drawn:
         at = self._blocks.searchsorted(blocks)
         uses: Int32s = np.where(self._blocks.take(at) == blocks, self._uses.take(at), NEVER)
         return uses
-
-
-__all__ = ["Drawn"]

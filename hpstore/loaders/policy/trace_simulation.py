@@ -198,6 +198,3 @@ def _report(
         switches=counters["switches"], expert=policy.expert,
         capacity_bytes=policy.capacity_bytes, index_bytes=policy.index_bytes,
     )  # fmt: skip
-
-
-__all__ = ["CacheReport", "simulate"]

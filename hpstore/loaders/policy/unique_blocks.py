@@ -47,6 +47,3 @@ def in_order(blocks: Int64s) -> Int64s:
     """Blocks once each, in the order of their first occurrence."""
     found = distinct(blocks)
     return found.blocks[np.argsort(found.first)]
-
-
-__all__ = ["Distinct", "distinct", "in_order"]

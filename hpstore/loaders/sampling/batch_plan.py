@@ -90,6 +90,3 @@ def listed(
             listed=tuple(np.asarray(batch, np.int64).reshape(-1).tolist()), single=single,
         )  # fmt: skip
         number, batch = following, after
-
-
-__all__ = ["BatchPiece", "endless", "listed", "pieces"]

@@ -119,6 +119,3 @@ def of_mesh(mesh: Any, *, without: tuple[int, int] | None = None) -> Coordinates
         rank = rank * mesh.size(dimension) + place[dimension]
         size *= mesh.size(dimension)
     return Coordinates(rank, size)
-
-
-__all__ = ["Coordinates", "RankShares", "coordinates", "data_dimensions", "of_mesh"]

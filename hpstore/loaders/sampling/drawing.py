@@ -42,6 +42,3 @@ def set_random_state(found: Mapping[str, Any]) -> None:
     torch.set_rng_state(torch.from_numpy(torch_state))
     np.random.set_state(("MT19937", words, place, has_gauss, gauss))
     random.setstate((version, drawn, other))
-
-
-__all__ = ["random_state", "set_random_state"]

@@ -71,6 +71,3 @@ class Feistel:
         row *= self._columns
         row += column
         return row
-
-
-__all__ = ["MAX_LENGTH", "ROUNDS", "Feistel"]

@@ -135,6 +135,3 @@ def _say(data: StoredData, found: Mixedness, window_stripes: int, stripe_bytes: 
         repr(data.name), found.field, format_bytes(window_stripes * stripe_bytes),
         found.window_bits, found.random_bits, instead,
     )  # fmt: skip
-
-
-__all__ = ["Mixedness", "entropy", "measure", "warn_of_sorted"]

@@ -124,6 +124,3 @@ def _order_differences(saved: object, here: object, path: str = "order") -> list
 
 def _brief(value: object) -> object:
     return value.get("kind") if isinstance(value, dict) else value
-
-
-__all__ = ["STATE_VERSION", "LoaderState", "order_text"]

@@ -244,6 +244,3 @@ def _block_positions(exact: MixtureShares, *, length: int, block: int | None) ->
             "set a larger length= or leave the source out"
         )
     return chosen
-
-
-__all__ = ["MIX_BLOCK_POSITIONS", "MixtureOrder", "MixtureShares", "Sources"]

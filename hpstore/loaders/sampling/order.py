@@ -174,7 +174,3 @@ class SubsetOrder:
             "kind": "subset", "samples": self.samples, "mapping": self._digest,
             "order": self.inner.describe(),
         }  # fmt: skip
-
-
-__all__ = ["EPOCHS_KEPT", "PERMUTATION_SAMPLES", "GlobalOrder", "Order", "SequentialOrder",
-           "SubsetOrder", "check_length", "check_range", "digest"]  # fmt: skip

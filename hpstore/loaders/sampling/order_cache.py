@@ -87,6 +87,3 @@ class Ahead:
 
     def __reduce__(self) -> tuple[type[Ahead], tuple[int]]:
         return type(self), (self._length,)
-
-
-__all__ = ["BLOCK_POSITIONS", "NEAR_POSITIONS", "Ahead", "Evaluate", "Recent"]

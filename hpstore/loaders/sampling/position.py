@@ -111,6 +111,3 @@ class LoaderPosition:
             self._consumed = self._before
         for _ in range(batches):
             self._consumed = self._handed.popleft()
-
-
-__all__ = ["HANDED_KEPT", "LoaderPosition"]

@@ -92,7 +92,3 @@ def below(limit: int, drawn: Words) -> Indices:
 def derive_seed(seed: int, number: int) -> int:
     """Seed `number` of a family: for the components of a mixture, so that they do not agree."""
     return int(words(Purpose.SEED, seed=check_seed(seed), epoch=number, count=1)[0])
-
-
-__all__ = ["DRAWS_VERSION", "Indices", "Purpose", "Words", "below", "check_seed", "derive_seed",
-           "shuffled", "words"]  # fmt: skip

@@ -143,6 +143,3 @@ def wrapped(start: int, stop: int, length: int) -> list[tuple[int, int]]:
         ranges.append((low, high))
         start += high - low
     return ranges
-
-
-__all__ = ["Slices", "Step", "Tail", "require_tail", "wrapped"]

@@ -158,6 +158,3 @@ def _distributed(sampler: DistributedSampler[Any], epoch: int) -> Indices:
 _REPLAYS: dict[type, Callable[[Any, torch.Generator], torch.Tensor]] = {
     RandomSampler: _random, SubsetRandomSampler: _subset, WeightedRandomSampler: _weighted,
 }  # fmt: skip
-
-
-__all__ = ["WatchedSampler", "foretell", "foretell_own"]

@@ -128,6 +128,3 @@ class WeightedOrder:
         keys = natural_log(uniform[positive]) / -self._table[positive]
         chosen: Indices = positive[np.argsort(keys, kind="stable")[: self.length]]
         return chosen
-
-
-__all__ = ["WeightedOrder", "check_weights", "natural_log"]

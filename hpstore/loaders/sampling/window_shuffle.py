@@ -214,13 +214,3 @@ def subset_stripes(stripes: Indices, mapping: Indices) -> Indices:
     if (np.diff(mapping) < 0).any():
         raise ConfigError("a window shuffle of a subset needs its indices in rising order")
     return np.searchsorted(mapping, stripes).astype(np.int64)
-
-
-__all__ = [
-    "ShuffleWindow",
-    "WindowOrder",
-    "design_effect",
-    "subset_stripes",
-    "window_edges",
-    "windows_of",
-]

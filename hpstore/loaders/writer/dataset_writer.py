@@ -286,6 +286,3 @@ def _checked_part(part: tuple[int, int] | None) -> tuple[int, int] | None:
     if number >= count:
         raise ConfigError(f"part {part}: (i, n) with 0 <= i < n")
     return (number, count)
-
-
-__all__ = ["DatasetWriter", "checked_sample"]

@@ -146,6 +146,3 @@ class PartWriter:
 def new_nonce() -> str:
     """What tells the objects of one part from those of others."""
     return secrets.token_hex(8)
-
-
-__all__ = ["PartOptions", "PartWriter", "new_nonce"]

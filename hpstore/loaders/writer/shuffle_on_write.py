@@ -63,6 +63,3 @@ def _chunks(data: StoredData, order: Int64s) -> Iterator[Int64s]:
         for stream in data.streams:
             size += data.locate(stream, rows).length
         yield from np.split(rows, np.flatnonzero(np.diff(np.cumsum(size) // CHUNK_BYTES)) + 1)
-
-
-__all__ = ["copy_in_order", "permutation", "shuffle_seed"]

@@ -284,6 +284,3 @@ def cuts_of(rows: int) -> tuple[int, ...]:
     """Rows of each column object of a part."""
     full, rest = divmod(rows, MOST_CUT_ROWS)
     return (MOST_CUT_ROWS,) * full + ((rest,) if rest else ())
-
-
-__all__ = ["FieldColumnWriter", "StreamWriter", "cuts_of"]

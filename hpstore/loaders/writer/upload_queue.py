@@ -45,6 +45,3 @@ class Uploads(Closing):
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.shutdown(wait=True)
-
-
-__all__ = ["Uploads"]

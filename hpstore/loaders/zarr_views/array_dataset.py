@@ -14,8 +14,8 @@ import zarr
 
 from hpstore.errors import ConfigError
 from hpstore.format.checksum import digest128
-from hpstore.loaders.dataset.dataset import Sample, Value
-from hpstore.loaders.dataset.fields import Array
+from hpstore.loaders.dataset.dataset import Sample
+from hpstore.loaders.dataset.fields import Array, Value
 
 _NUMBERS = "biufc"  # kinds of numpy dtypes that torch has
 _TEXT = "UTO"  # text of fixed width, of any width, and objects, which zarr uses for it
@@ -123,6 +123,3 @@ def _as_values(column: Array) -> Sequence[Value]:
         return [str(value) for value in column]
     native = np.ascontiguousarray(column, column.dtype.newbyteorder("="))
     return torch.from_numpy(native).unbind(0)
-
-
-__all__ = ["ZarrDataset"]

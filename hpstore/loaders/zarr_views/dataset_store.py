@@ -311,6 +311,3 @@ def _read_rows(dataset: Dataset, view: ArrayView, rows: Int64s) -> npt.NDArray[n
 
 def _reopen(path: str, name: str, fingerprint: str) -> DatasetStore:
     return DatasetStore(path, name, fingerprint=fingerprint)
-
-
-__all__ = ["ArrayView", "DatasetStore"]

@@ -210,6 +210,3 @@ def _named(keys: Sequence[str]) -> list[str]:
 def _outer(stores: Mapping[str, DatasetStore], key: str) -> bool:
     """Whether a key lies in one of these."""
     return any(name in stores for name in names_within(key))
-
-
-__all__ = ["DatasetViews", "is_chunk", "names_within"]

@@ -125,6 +125,3 @@ def _usual(
     usual = [works * np.sort(rates[compared])[(compared.sum() - 1) // 2] for works, rates in ways]
     longest: Float64s = np.max(usual, axis=0)
     return longest
-
-
-__all__ = ["BatchMeter"]

@@ -198,6 +198,3 @@ def open_column(
 def _whole_bytes(data: int) -> int:
     """The largest file that is read whole, of an object of so many data columns. Pure."""
     return HEADER_BYTES + WHOLE_OBJECT_BYTES // data + ALIGNMENT_BYTES
-
-
-__all__ = ["ColumnReader", "open_column"]

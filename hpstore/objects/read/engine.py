@@ -122,6 +122,3 @@ def spare_bytes(plan: WindowPlan, before: WindowReads) -> tuple[int, int]:
         if before.part(column, low, high) is None
     )  # fmt: skip
     return reads, reads + sum(high - low for low, high in plan.lost.values())
-
-
-__all__ = ["WindowReads", "RebuiltRun", "close_opened", "read_held", "spare_bytes"]

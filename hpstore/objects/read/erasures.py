@@ -113,6 +113,3 @@ def _parts(
             yield low + shift, high + shift
     if sound:
         yield sound[0].object_offset, sound[-1].object_offset + sound[-1].length
-
-
-__all__ = ["Erasures", "rows_of", "split_window"]

@@ -328,6 +328,3 @@ def _matches(read: _Read) -> bool:
     except IntegrityError:  # who reads it in another way notes what is wrong
         return False
     return True
-
-
-__all__ = ["Filled", "UnitFill"]

@@ -245,6 +245,3 @@ def _probed(store: PoolContext, device: str, lease: Lease, future: Future[None])
     store.routing.probed(device, well)
     if not well:
         store.metrics.count("read_probe_error_total")
-
-
-__all__ = ["overtake", "probe_avoided"]

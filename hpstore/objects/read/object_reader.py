@@ -489,6 +489,3 @@ class ObjectReader:
 def _none() -> frozenset[int]:
     """No column is damaged."""
     return frozenset()
-
-
-__all__ = ["Changed", "Deliver", "ObjectReader"]

@@ -93,6 +93,3 @@ def _close(future: Future[Opened]) -> None:
         for opened in future.result():
             if isinstance(opened, ColumnReader):
                 opened.close()
-
-
-__all__ = ["SPARE_SECONDS", "Opened", "open_files", "open_together"]

@@ -85,6 +85,3 @@ def _ready(reader: ObjectReader) -> bool:
     with contextlib.suppress(Changed, TooManyErasures):
         return reader.open_enough()
     return False
-
-
-__all__ = ["MOST_KEYS", "open_objects"]

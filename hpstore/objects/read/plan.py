@@ -102,14 +102,3 @@ def plan_rebuild(
         lost=dict.fromkeys(lost, (low, high)),
         have=have,
     )
-
-
-__all__ = [
-    "WINDOW_COLUMN_BYTES",
-    "WindowPlan",
-    "background_run_bytes",
-    "plan_rebuild",
-    "plan_window",
-    "run_bytes",
-    "windows",
-]

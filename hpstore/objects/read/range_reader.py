@@ -195,7 +195,3 @@ def writable_bytes(buffer: object) -> Bytes:
     if view.readonly:
         raise TypeError("reading needs a writable buffer")
     return np.frombuffer(view.cast("B"), np.uint8)
-
-
-__all__ = ["MOST_KEYS", "READ_TRIES", "Filled", "PooledReader", "RangeReads", "Readers", "Scatter",
-           "Scattered", "UnitFill", "open_readers", "writable_bytes"]  # fmt: skip

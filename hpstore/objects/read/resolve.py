@@ -115,6 +115,3 @@ def open_object(
             if isinstance(error, TooManyErasures) or not survey.deleted:
                 patience = None
     raise IntegrityError(f"object {key!r} was replaced {RESOLVE_TRIES} times while it was opened")
-
-
-__all__ = ["open_object", "open_survey"]

@@ -345,6 +345,3 @@ def _shares(parts: Sequence[_Part], workers: int) -> list[list[_Part]]:
     shares = [[part.some(slice(w, None, workers)) for part in parts] for w in range(workers)]
     filled = ([part for part in share if len(part.low)] for share in shares)
     return [share for share in filled if share]
-
-
-__all__ = ["Bools", "Check", "Int64s", "Scatter", "Scattered"]

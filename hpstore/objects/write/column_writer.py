@@ -389,6 +389,3 @@ class ColumnSet:
 
         futures = [self._store.scheduler.submit(c.device_id, remove(c)) for c in self.begun()]
         wait_awake(futures, self._store.settings.device_deadline_seconds)
-
-
-__all__ = ["ColumnSet", "ColumnWriter", "Lanes", "MembershipMoved"]

@@ -151,6 +151,3 @@ def _drop(store: PoolContext, claim: KeyClaim) -> None:
             claim.give_back()
     except HpstoreError:
         store.metrics.count("claim_not_given_back_total")
-
-
-__all__ = ["bar_puts", "put_if"]

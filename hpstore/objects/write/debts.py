@@ -64,6 +64,3 @@ def clear_debt(store: PoolContext, debt: Debt) -> None:
     """Forget a debt that is paid or whose version is gone."""
     path = f"{DEBTS}/{debt.name}"
     store.each(store.view.devices, lambda _, device: device.delete(path), patience=PATIENCE)
-
-
-__all__ = ["clear_debt", "keep_debts", "read_debts", "record_debt"]

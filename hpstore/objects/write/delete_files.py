@@ -46,6 +46,3 @@ def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) ->
     if failed:
         store.metrics.count("remove_error_total", failed)
     return count
-
-
-__all__ = ["remove_all", "remove_files"]

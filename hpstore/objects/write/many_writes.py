@@ -334,6 +334,3 @@ def _acknowledge(store: PoolContext, writes: Iterable[_Write]) -> None:
         named = write.columns.published()
         whole = len(named) == write.geometry.width
         write.done = whole and all(column.device_id in same for column in named)
-
-
-__all__ = ["MOST_KEYS", "SMALL_BYTES", "SmallPut", "delete_objects", "put_objects"]

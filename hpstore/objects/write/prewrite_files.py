@@ -200,6 +200,3 @@ def _give_up(
     _log.warning("no space is prepared on device %s: %s", spare.device_id, error)
     future.cancel()
     future.add_done_callback(lambda _: spare.abort())  # a hung call still uses the descriptor
-
-
-__all__ = ["CHUNK_BYTES", "Kept", "Proceed", "column_sizes", "plan_files", "prepare_space"]

@@ -402,7 +402,3 @@ def delete_object(store: PoolContext, key: str) -> None:
     older = [f for f in survey.files if f.name.version < columns.version]
     remove_files(store, key, [*older, *columns.superseded])
     store.deleted.append((columns.version.counter, key))
-
-
-__all__ = ["WriteFailed", "delete_object", "put_object", "settle_or_owe", "write_columns",
-           "write_failed", "write_new_version"]  # fmt: skip

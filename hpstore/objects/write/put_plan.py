@@ -119,6 +119,3 @@ def make_headers(
     }
     encode_header(headers[devices[-1]], store.pool_key)
     return headers
-
-
-__all__ = ["PutContent", "make_header", "make_headers", "plan_columns"]

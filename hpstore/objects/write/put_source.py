@@ -82,6 +82,3 @@ def as_source(data: object) -> PutSource:
             )
         return FileSource(file)  # type: ignore[arg-type]  # raw or buffered, as open() gives it
     return MemorySource(data)
-
-
-__all__ = ["FileSource", "MemorySource", "PutSource", "as_source"]

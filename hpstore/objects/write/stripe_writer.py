@@ -300,13 +300,3 @@ class StripeWriter:
             lambda column: lambda: column.write(batch.column_offset, rows[column.header.column]),
             rows,
         )
-
-
-__all__ = [
-    "StripeBatch",
-    "StripeWriter",
-    "Throttle",
-    "in_one_call",
-    "plan_batches",
-    "release_after",
-]

@@ -458,5 +458,3 @@ ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
                  "evict", "drain", "begin_drain", "add", "readmit", "rebuild", "scrub",
                  "rebalance", "reopen", "refresh")
 }  # fmt: skip
-
-__all__ = ["ACTIONS", "EXPECTED", "Client", "Finding", "ActionScene", "content", "settings_of"]

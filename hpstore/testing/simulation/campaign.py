@@ -201,6 +201,3 @@ def main(arguments: list[str] | None = None) -> int:
         _say(table(found.pairs))
         _explain(options, found)
     return 1 if found.findings else 0
-
-
-__all__ = ["CampaignResult", "main", "search", "small", "table"]

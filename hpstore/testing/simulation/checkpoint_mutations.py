@@ -156,5 +156,3 @@ CHECKPOINT_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
     "refers-blindly": _refers_blindly,
     "unsafe-segments": _unsafe_segments,
 }
-
-__all__ = ["CHECKPOINT_MUTATIONS", "Exchange"]

@@ -247,6 +247,3 @@ def check_nothing_left(scene: ActionScene, pool: Pool) -> None:
     rest = sorted({*listing.attempts, *(listing.segments.keys() - named)})
     if rest:
         scene.find("garbage is left", f"{rest}")
-
-
-__all__ = ["check_at_end", "check_nothing_left", "collect", "exchanged", "restore", "save"]

@@ -261,6 +261,3 @@ def _draw_event(chance: random.Random, number: int, setup: Setup, taste: _Taste)
         number=number, process=ENVIRONMENT, action=action, seconds=seconds,
         device=_device(chance, setup), size=chance.randrange(30_000) if action == "flip" else 0,
     )  # fmt: skip
-
-
-__all__ = ["GEOMETRIES", "draw"]

@@ -16,7 +16,7 @@ from hpstore.format.placement import placeable
 from hpstore.format.records import DeviceState
 from hpstore.pool.pool import Pool
 from hpstore.testing.simulation.actions import EXPECTED, ActionScene
-from hpstore.testing.simulation.oracle import ABSENT, OPEN, linearizable
+from hpstore.testing.simulation.oracle import ABSENT, linearizable
 from hpstore.testing.simulation.run_history import PREFIX
 from hpstore.testing.simulation.schedule import Schedule, Turn
 from hpstore.testing.simulation.witness import newest_record, weight
@@ -237,6 +237,3 @@ def _same(scene: ActionScene, found: dict[str, int], values: dict[str, int], aft
             continue
         if found.get(key) != value and not scene.findings:
             scene.find("wrong version", f"{key} reads {found.get(key)} after {after}, was {value}")
-
-
-__all__ = ["OPEN", "end"]

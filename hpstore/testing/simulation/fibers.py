@@ -128,6 +128,3 @@ class Crew:
         """End all threads; every fiber has ended."""
         while self._idle:
             self._idle.pop().stop()
-
-
-__all__ = ["Crew", "Fiber"]

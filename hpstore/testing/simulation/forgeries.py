@@ -68,6 +68,3 @@ def read_record(device: MemoryDevice) -> PoolRecord | None:
     data = bytes(file.bytes)
     key = POOL_KEY if json.loads(data).get("key") else None
     return PoolRecord.decode(data, where=device.url, pool_key=key)
-
-
-__all__ = ["POOL_KEY", "forge_files", "forged_copy", "is_forged", "read_record"]

@@ -29,7 +29,7 @@ from hpstore.pool import session
 from hpstore.runtime.deadline_wait import Patience
 from hpstore.runtime.scheduler import Scheduler
 from hpstore.testing.simulation.fibers import Fiber
-from hpstore.testing.simulation.world import BASE_MS, Process, World
+from hpstore.testing.simulation.world import Process, World
 from hpstore.units import KIB
 
 T = TypeVar("T")
@@ -395,16 +395,3 @@ def installed(*, checkpoints: bool = True) -> Iterator[None]:
     finally:
         for module, name, old in reversed(before):
             setattr(module, name, old)
-
-
-__all__ = [
-    "BASE_MS",
-    "STAGE",
-    "InlineExecutor",
-    "SimulatedCall",
-    "SimulatedDevice",
-    "SimulatedScheduler",
-    "installed",
-    "sim_wait",
-    "start_one",
-]

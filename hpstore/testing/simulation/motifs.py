@@ -281,5 +281,3 @@ MOTIFS: dict[str, Callable[[Plot], None]] = {
     "thinned": thinned, "contending": contending, "resurrecting": resurrecting,
     "outdated": outdated, "saving": saving, "housed": housed,
 }  # fmt: skip
-
-__all__ = ["MOTIFS"]

@@ -235,6 +235,3 @@ def mutated(name: str) -> Iterator[None]:
     finally:
         for place, attribute, old in reversed(before):
             setattr(place, attribute, old)
-
-
-__all__ = ["MUTATIONS", "describe", "mutated"]

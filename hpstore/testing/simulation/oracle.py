@@ -145,6 +145,3 @@ def linearizable(writes: list[Write], final: int | None) -> bool:
         return False
 
     return search(frozenset(), ABSENT)
-
-
-__all__ = ["ABSENT", "OPEN", "KeyHistory", "Write", "linearizable"]

@@ -177,5 +177,3 @@ def racing(plot: Plot) -> None:
 PLOTS: dict[str, Callable[[Plot], None]] = {
     "overtaken": overtaken, "torn": torn, "dying": dying, "returning": returning, "racing": racing,
 }  # fmt: skip
-
-__all__ = ["PLOTS", "Plot"]

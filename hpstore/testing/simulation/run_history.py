@@ -83,6 +83,3 @@ class RunHistory:
             if save.acknowledged < OPEN
             and sum(step > save.step for step in possible) < self.keep_last
         ]  # fmt: skip
-
-
-__all__ = ["PREFIX", "RunHistory", "Save"]

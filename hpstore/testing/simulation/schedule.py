@@ -159,15 +159,3 @@ def _short(thing: Setup | Turn | Fault) -> dict[str, object]:
         if value != default:
             found[name] = [_short(f) for f in value] if name == "faults" else value
     return found
-
-
-__all__ = [
-    "CHECKPOINT_ACTIONS",
-    "DEVICE_ACTIONS",
-    "ENVIRONMENT",
-    "NEVER",
-    "Fault",
-    "Schedule",
-    "Setup",
-    "Turn",
-]

@@ -84,6 +84,3 @@ def _simpler_faults(fault: Fault) -> Iterator[Fault]:
 
 def _with_turn(schedule: Schedule, at: int, turn: Turn) -> Schedule:
     return replace(schedule, turns=(*schedule.turns[:at], turn, *schedule.turns[at + 1 :]))
-
-
-__all__ = ["MOST_RUNS", "shrink"]

@@ -257,5 +257,3 @@ ENVIRONMENTS: dict[str, Callable[[_Simulation, Turn], None]] = {
     for name in ("away", "back", "wipe", "die", "flip", "full", "roomy", "read_only", "writable",
                  "sleep", "clock", "power", "kill", "snapshot", "restore", "forge")
 }  # fmt: skip
-
-__all__ = ["ENVIRONMENTS", "SimulationOutcome", "run"]

@@ -45,6 +45,3 @@ class Snapshot:
         device.files |= writing
         device.registers[:] = self.registers
         return swept
-
-
-__all__ = ["Snapshot"]

@@ -113,7 +113,3 @@ def not_durable(devices: Devices, lost: Collection[str], key: str, info: ObjectI
     if best < info.losses_tolerated - len(lost):
         return f"{info.losses_tolerated} losses are tolerated, it is said; by its files {best}"
     return ""
-
-
-__all__ = ["columns_on", "members_by_record", "newest_readable", "newest_record", "not_durable",
-           "unreadable", "weight"]  # fmt: skip

@@ -390,6 +390,3 @@ def torn_crash(device: MemoryDevice, chance: random.Random) -> None:
     device._durable_names = dict(device.files)
     for file in device.files.values():
         file.durable = bytes(file.bytes)
-
-
-__all__ = ["BASE_MS", "Endless", "HeldFiber", "Process", "ProcessClock", "World", "torn_crash"]

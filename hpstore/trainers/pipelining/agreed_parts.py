@@ -85,6 +85,3 @@ def _named_parameters(
     for module in map(bare, modules):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             yield clean_name(module, name), parameter
-
-
-__all__ = ["Parts", "agreed_parts"]

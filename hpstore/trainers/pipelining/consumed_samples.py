@@ -141,6 +141,3 @@ def _refuse(step: int, what: str, votes: Sequence[Vote], values: Sequence[object
         f"step {step} is not saved: the {what} differs between the stages ({'; '.join(rows)}). "
         "What was committed before is untouched: restart from it."
     )
-
-
-__all__ = ["Indices", "Ledger", "Span", "Vote", "agreed", "hashes"]

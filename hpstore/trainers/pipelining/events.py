@@ -99,6 +99,3 @@ class EventRecorder:
 
 def _event(stage: int, kind: str, microbatch: int, begin: float, end: float) -> ComputeEvent:
     return ComputeEvent(stage=stage, kind=kind, microbatch=microbatch, begin=begin, end=end)
-
-
-__all__ = ["KINDS", "NO_MICROBATCH", "ComputeEvent", "EventRecorder"]

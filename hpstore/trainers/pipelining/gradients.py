@@ -99,6 +99,3 @@ def share_overflow(
         if first is not None:
             first[(0,) * first.dim()] = float("inf")  # a reshape of a strided one would be a copy
     return True
-
-
-__all__ = ["all_finite", "clip_norm", "share_overflow"]

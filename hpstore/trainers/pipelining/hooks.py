@@ -35,7 +35,7 @@ from hpstore.trainers.pipelining.rank_coordinates import (
 from hpstore.trainers.pipelining.run_position import RunPosition
 from hpstore.trainers.pipelining.schedule_plan import SchedulePlan
 from hpstore.trainers.pipelining.schedule_wrappers import require_trainable
-from hpstore.trainers.pipelining.stage_inputs import StepInputs, Supply
+from hpstore.trainers.pipelining.stage_inputs import Supply
 from hpstore.trainers.pipelining.stages import (
     Buffers,
     require_free_names,
@@ -48,6 +48,7 @@ from hpstore.trainers.pipelining.step_record import Arrivals, ScheduleRun, StepR
 from hpstore.trainers.pipelining.step_update import Updates
 from hpstore.trainers.pipelining.tied_tensors import Tied
 from hpstore.trainers.pipelining.torch_internals import (
+    StepInputs,
     can_be_lazy,
     microbatches_of,
     plan_of,
@@ -467,6 +468,3 @@ def _require_saving(snapshot: str, every: int | None, ckpt: Checkpointer | None)
         raise ConfigError(f"snapshot {snapshot!r} is not one of {', '.join(SNAPSHOTS)}")
     if every is not None and (every < 1 or ckpt is None):
         raise ConfigError("every: a number of steps above 0, and a checkpointer to save with")
-
-
-__all__ = ["PipelineHooks"]

@@ -153,6 +153,3 @@ def mean_idle(plan: SchedulePlan, tallies: Sequence[IdleTally]) -> float | None:
             means[work.stage, work.kind] = seen[0] if seen else unit(work)
     shares = idle_shares(plan.timeline(lambda work: means[work.stage, work.kind]))
     return sum(shares.values()) / len(shares)
-
-
-__all__ = ["BubbleReport", "RankBubbles", "IdleTally", "mean_idle", "report_of"]

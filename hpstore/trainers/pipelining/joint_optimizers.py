@@ -89,6 +89,3 @@ def _found(given: Any) -> Iterator[Optimizer]:
         for part in parts if isinstance(value, (dict, list, tuple)) else [value]:
             if isinstance(part, Optimizer):
                 yield part
-
-
-__all__ = ["Optimizers", "parameters_of"]

@@ -206,7 +206,3 @@ def joined(parts: Sequence[Any], what: str) -> Any:
         shapes = [tuple(part.shape) for part in parts]
         raise ConfigError(uneven(shapes, what))
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-__all__ = ["Fed", "Feed", "Keywords", "Pick", "as_arguments", "joined", "keywords_of", "picked",
-           "require_alike", "shapes_of"]  # fmt: skip

@@ -40,6 +40,3 @@ def _is_old(ckpt: Checkpointer, data_name: str, step: int | None) -> bool:
         _log.debug("the newest step was not looked at: %s", error)
         return False
     return isinstance(tree, dict) and OWN in tree and data_name not in tree
-
-
-__all__ = ["restore_run"]

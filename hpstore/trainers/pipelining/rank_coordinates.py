@@ -201,14 +201,3 @@ def require_told(place: RankPlace, shared: Sequence[bool]) -> None:
             "PipelineHooks(mesh=) the whole mesh: ranks with one data-parallel coordinate then "
             "read the same. Nothing was trained."
         )
-
-
-__all__ = [
-    "RankPlace",
-    "RankStanding",
-    "pipeline_group",
-    "placed",
-    "require_told",
-    "shares_tensors",
-    "standing",
-]

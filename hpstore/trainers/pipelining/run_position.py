@@ -87,6 +87,3 @@ class RunPosition:
             raise CheckpointError(
                 f"not the state of a pipeline, with {sorted(map(str, own))}"
             ) from error
-
-
-__all__ = ["OWN", "STATE_VERSION", "RunPosition"]

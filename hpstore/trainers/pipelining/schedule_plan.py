@@ -182,15 +182,3 @@ def idle_shares(slots: Sequence[PlanSlot]) -> dict[int, float]:
     for slot in slots:
         busy[slot.rank] = busy.get(slot.rank, 0.0) + slot.end - slot.begin
     return {rank: 1 - used / span for rank, used in sorted(busy.items())}
-
-
-__all__ = [
-    "UNIT_SECONDS",
-    "Deadlines",
-    "SchedulePlan",
-    "Seconds",
-    "PlanSlot",
-    "ScheduledWork",
-    "idle_shares",
-    "unit",
-]

@@ -63,6 +63,3 @@ def require_trainable(schedule: Any, modules: Iterable[torch.nn.Module]) -> None
         raise ConfigError(
             f"{type(schedule).__name__} of torch {torch.__version__} {fault}. Nothing was trained."
         )
-
-
-__all__ = ["DDP", "FSDP_NESTED", "fault_of", "require_trainable", "wrappers_of"]

@@ -31,6 +31,3 @@ def make_schedule(
     """A schedule over this rank's stages."""
     kind: Any = get_schedule_class(SCHEDULES[name])
     return kind(stages[0] if name in ONE_STAGE else list(stages), microbatches, loss_fn=loss)
-
-
-__all__ = ["ONE_STAGE", "SCHEDULES", "make_schedule", "stages_of"]

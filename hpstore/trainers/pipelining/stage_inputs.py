@@ -208,6 +208,3 @@ class Supply:
                 "the loader hangs in an earlier fetch, so its position is not known any more. What "
                 "was committed is untouched: end this process, the next one goes on from there."
             )
-
-
-__all__ = ["Consumed", "StepInputs", "Supply"]

@@ -98,6 +98,3 @@ class Scaling:
     def undo(self) -> None:
         """The step is void: gradients may be unscaled again; the scale is unchanged."""
         self._scaler.update(new_scale=self._scaler.get_scale())
-
-
-__all__ = ["Scaling"]

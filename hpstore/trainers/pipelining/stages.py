@@ -332,16 +332,3 @@ class Buffers:
                     buffer.copy_(before)
                     self.changed += 1
         self._kept = []
-
-
-__all__ = [
-    "Buffers",
-    "bare",
-    "counted_elsewhere",
-    "merged",
-    "require_free_names",
-    "require_own_names",
-    "twice",
-    "watch",
-    "watched",
-]

@@ -144,6 +144,3 @@ def preempted_after(step: int) -> Preempted:
         f"SIGTERM has come to a rank of this job: step {step} is saved, and all ranks stop. The "
         "next job goes on from it."
     )
-
-
-__all__ = ["NONE", "Agreement", "Votes", "broken_off", "preempted_after"]

@@ -104,6 +104,3 @@ def slack_of(
         return None
     due = deadlines.inputs if first else deadlines.targets
     return min(began + after - at for after, at in zip(due, ready, strict=True))
-
-
-__all__ = ["Arrivals", "ScheduleRun", "StepRecord", "slack_of"]

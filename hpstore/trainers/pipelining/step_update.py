@@ -157,6 +157,3 @@ def needs_metric(scheduler: Any) -> bool:
         p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         for p in parameters
     )
-
-
-__all__ = ["Updates", "needs_metric"]

@@ -107,6 +107,3 @@ def marks_of(tied: Tied, tensors: Mapping[str, torch.Tensor]) -> dict[str, Mark]
         digest = digest128(f"{tuple(local.shape)}".encode() + digest128(flat.data)).hex()
         found[name] = first.setdefault(id(tensors[name]), name), digest
     return found
-
-
-__all__ = ["Tied", "marks_of"]

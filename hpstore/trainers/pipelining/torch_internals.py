@@ -158,7 +158,3 @@ def require_keywords(schedule: Any, keywords: Iterable[str]) -> None:
             f"{', '.join(taken)}: a schedule's step() takes {', '.join(own)} for itself, and hooks "
             "give it what it needs. Rename the argument of your stages."
         )
-
-
-__all__ = ["StepInputs", "Lazily", "microbatches_of", "not_lazy", "options_of_step", "plan_of",
-           "require_keywords", "run_schedule"]  # fmt: skip

@@ -98,6 +98,3 @@ class ValidationEpoch:
             joined(targets, "targets") if targets else None,
             keywords=found,
         )
-
-
-__all__ = ["ValidationEpoch", "evaluating"]

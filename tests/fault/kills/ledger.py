@@ -172,6 +172,3 @@ class Steps:
         ):
             return [f"step {step} holds wrong bytes"]
         return []
-
-
-__all__ = ["ABSENT", "KEEP_LAST", "PREFIX", "Objects", "Steps", "data_of", "digest", "state_of"]

@@ -325,6 +325,3 @@ class KillLoop:
         full = f"after {self.report.total} kills: {text}"
         self.report.problems.append(full)
         self._note(full)
-
-
-__all__ = ["KillLoop", "Report"]

@@ -190,6 +190,3 @@ def see_to_death(victims: Sequence[Victim]) -> None:
     finally:
         for victim in alive:
             victim.end()
-
-
-__all__ = ["BODIES", "SIZES", "SLOTS", "Victim", "see_to_death"]

@@ -187,6 +187,3 @@ def _hang_up(process: subprocess.Popen[bytes]) -> None:
     with suppress(OSError):
         assert process.stdin is not None
         process.stdin.close()
-
-
-__all__ = ["RESTART_SECONDS", "Crew", "Life"]

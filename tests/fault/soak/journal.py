@@ -35,6 +35,3 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
-
-
-__all__ = ["Journal", "read_journal"]

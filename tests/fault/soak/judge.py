@@ -204,7 +204,3 @@ def judge_evictions(decisions: Iterable[Decision], grace_seconds: float) -> Verd
                 verdict.wrong(f"agent: {device[:8]} was evicted {waited:.1f} s after it was gone")
     verdict.figures = {"evictions": dict(counts)}
     return verdict
-
-
-__all__ = ["Expected", "Verdict", "judge_evaluator", "judge_evictions", "judge_ingest",
-           "judge_operator", "judge_trainer"]  # fmt: skip

@@ -53,8 +53,3 @@ def digest_of(state: dict[str, torch.Tensor]) -> str:
     for name in ("weights", "moments"):
         total.update(state[name].numpy().data)
     return total.hexdigest()
-
-
-__all__ = ["BATCH", "DATA_SET", "KEEP_LAST", "PREFIX", "SAMPLES", "SAVE_EVERY", "STEPS_AN_EPOCH",
-           "WORK_SECONDS", "digest_of", "new_state", "samples_of", "train_on",
-           "write_data_set"]  # fmt: skip

@@ -140,6 +140,3 @@ class Node(Closing):
         """Relieve, unmount, remove. Idempotent."""
         self.relieve()
         self._stack.close()
-
-
-__all__ = ["DATA", "GRACE_SECONDS", "PARITY", "REMOVED_SECONDS", "Node"]

@@ -75,6 +75,3 @@ def _compact(figures: dict[str, Any]) -> str:
         for name, value in figures.items()
     }
     return ", ".join(f"{name} {value}" for name, value in shown.items())
-
-
-__all__ = ["Happened", "Report"]

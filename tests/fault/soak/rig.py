@@ -326,6 +326,3 @@ class Soak:
             wrong.append(f"at the end: the scrub is not clean: {report}")
         self.report.end |= {"objects_read": read, "steps": steps, "scrubbed": report.objects}
         return wrong
-
-
-__all__ = ["Soak"]

@@ -76,6 +76,3 @@ def _event(
         at_seconds=round(at, 1), fault=fault, target=target, seconds=round(seconds, 1),
         seed=rng.getrandbits(32),
     )  # fmt: skip
-
-
-__all__ = ["DEVICES", "PROCESSES", "Event", "make_schedule"]

@@ -61,6 +61,3 @@ class Watcher(Closing):
         """Idempotent."""
         self._stop.set()
         self._thread.join(CLOSE_SECONDS)
-
-
-__all__ = ["Look", "Watcher"]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 
-from hpstore.testing.faultfs import FaultRule
+from hpstore.testing.fuse import FaultRule
 from tests.fault.agents import Agents
 from tests.fault.common import poll
 from tests.fault.suite.faults import refused
@@ -89,6 +89,3 @@ def settle(agents: Agents, rig: Rig) -> None:
         agents.until("whole", agents.whole)
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0
-
-
-__all__ = ["kill_agent"]

@@ -16,7 +16,8 @@ import hpstore
 from hpstore.config import Settings
 from hpstore.maintenance.rebuild import RebuildReport
 from hpstore.pool.pool import Pool
-from hpstore.testing.faultfs import FaultRule, fuse_problem
+from hpstore.testing.faultfs import fuse_problem
+from hpstore.testing.fuse import FaultRule
 from hpstore.testing.loopfs import HANGING, Kind, loop_mounts_problem
 from hpstore.testing.scratch import run, throttle_problem
 from hpstore.units import MIB
@@ -448,5 +449,3 @@ FAULTS = (
         script=flap,
     ),
 )
-
-__all__ = ["FAULTS", "Fault"]

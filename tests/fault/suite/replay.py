@@ -171,6 +171,3 @@ def replay(root: Path, count: int, row: Row) -> None:
     row.note = f"{len(commit) - flushes} writes, {flushes} flushes; {old} states old, {new} new"
     if not old or not new:
         row.failures.append("the cuts do not show both sides of the commit")
-
-
-__all__ = ["Recording", "prefixes", "replay"]

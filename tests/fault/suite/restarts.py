@@ -304,5 +304,3 @@ RESTARTS = (
     Restart(name="agent killed", run=kill_agent, fuse=True,
             method="SIGKILL: " + ", ".join((*AGENT_AWAY, *AGENT_BACK)) + "; at random"),
 )  # fmt: skip
-
-__all__ = ["RESTARTS", "Restart"]

@@ -226,7 +226,3 @@ def problems(pool: Pool, *, devices: int = DEVICES) -> list[str]:
             f"unreadable {sorted(report.unreadable)}, not healed {sorted(report.failed)}"
         )
     return found
-
-
-__all__ = ["DATA", "DEVICES", "PARITY", "Detection", "Healed", "Observer", "Rig", "heal",
-           "problems", "reader_observer", "status_observer"]  # fmt: skip

@@ -265,7 +265,3 @@ def _heal(fault: Fault, rig: Rig, healed: Healed, detection: Detection, row: Row
     lost = {key for report in healed.reports for key in report.unreadable}
     if lost:
         row.failures.append(f"unreadable: {sorted(lost)[:3]}")
-
-
-__all__ = ["Load", "Pace", "Reference", "References", "StartTrainer", "judge", "run_fault",
-           "under_load", "watched_reads"]  # fmt: skip

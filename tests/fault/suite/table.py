@@ -151,6 +151,3 @@ class Filling:
         if kind is not None:
             row.failures.append(f"{kind.__name__}: {error}")
         self._table.add(row)
-
-
-__all__ = ["Latency", "Row", "Table", "latency", "machine", "markdown"]

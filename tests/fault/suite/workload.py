@@ -349,8 +349,3 @@ def read_on(toml: Path, log: Path) -> None:
                 os.write(fd, f"H {' '.join(states - {HealthState.ONLINE})}\n".encode())
             last = counts
             clock.wait(PACE_SECONDS)
-
-
-__all__ = ["DATA_SET", "DECIDED", "LENGTH", "OBJECTS", "OBJECT_BYTES", "PREFIX", "PROBE", "ROOT",
-           "ROWS", "STILL", "ExampleTrainer", "Gate", "LoopTrainer", "Plan", "Read", "Reader",
-           "Trainer", "digests", "example_trainer", "fill", "loop_trainer", "reader"]  # fmt: skip

@@ -42,6 +42,3 @@ class Ranges:
         """In all ranges that are out."""
         with self._lock:
             return sum(end - start for start, end in self._taken.items())
-
-
-__all__ = ["Ranges"]

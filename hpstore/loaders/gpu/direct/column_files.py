@@ -159,6 +159,3 @@ def _key(held: ColumnReader) -> _Key:
 def _close_late(future: Future[DirectColumn]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result().close()
-
-
-__all__ = ["FILES_SHARE", "OpenColumns"]

@@ -249,6 +249,3 @@ def read_counters(cufile: Any) -> dict[str, int]:
         "p2p": total("n_p2p_reads"), "nvfs": total("n_nvfs_reads"),
         "posix": total("n_posix_reads"), "errors": total("n_reads_err"),
     }  # fmt: skip
-
-
-__all__ = ["CuFile", "configuration", "environment", "read_counters", "unlisted"]

@@ -361,6 +361,3 @@ class DirectEngine(Closing):
                 self.driver.close()
             except DirectError as error:
                 _log.warning("%s", error)
-
-
-__all__ = ["Counters", "DirectArena", "DirectDriver", "DirectEngine", "DirectFile"]

@@ -212,7 +212,3 @@ def _detector_of(process: int) -> Detector:
 def process_detector() -> Detector:
     """The one of this process; a forked child has its own, and with it no lock of the parent."""
     return _detector_of(os.getpid())
-
-
-__all__ = ["ChildReport", "Detection", "Detector", "Route", "parse_output", "probe_command",
-           "process_detector", "run_child", "verdict"]  # fmt: skip

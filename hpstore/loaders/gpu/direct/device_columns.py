@@ -94,6 +94,3 @@ class DirectColumn(Closing):
     def close(self) -> None:
         """Let go of the file, after its reads. Idempotent."""
         self._file.close()
-
-
-__all__ = ["DirectColumn"]

@@ -98,6 +98,3 @@ def verify(memory: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         digests, num_warps=1,
     )  # fmt: skip
     return digests == on_device(blocks.expected.view(np.int64))
-
-
-__all__ = ["Blocks", "verify"]

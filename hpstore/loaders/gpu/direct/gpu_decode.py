@@ -112,6 +112,3 @@ def decode(memory: torch.Tensor, jobs: DecodeJobs) -> None:
         words, len(jobs.want),
         K=jobs.data, ROWS=factors.shape[1], BLOCK=BLOCK_WORDS, num_warps=_WARPS,
     )  # fmt: skip
-
-
-__all__ = ["DecodeJobs", "decode"]

@@ -220,17 +220,3 @@ def pages_of(
     steps = np.arange(stride // ALIGNMENT_BYTES, dtype=np.int64)
     pages = (first[chosen] // ALIGNMENT_BYTES)[:, None] + steps
     return pages.reshape(-1), rows[chosen]
-
-
-__all__ = [
-    "NO_ROWS",
-    "ArenaLayout",
-    "ColumnPart",
-    "ColumnReads",
-    "WantedRecords",
-    "decodes",
-    "fits_direct",
-    "land",
-    "pages_of",
-    "record_checks",
-]

@@ -105,6 +105,3 @@ def digest(memory, starts, lengths, seeds, table, digests):
     result = (result ^ (result >> 37)) * tl.load(table + 32).to(tl.uint64, bitcast=True)
     result = result ^ (result >> 32)
     tl.store(digests + block, result.to(tl.int64, bitcast=True))
-
-
-__all__ = ["combine", "digest"]

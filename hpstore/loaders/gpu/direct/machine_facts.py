@@ -138,7 +138,3 @@ def doubts(machine: MachineFacts, mount: MountFacts) -> tuple[str, ...]:
     elif mount.filesystem not in ("ext4", "xfs"):
         found.append(f"{mount.filesystem} may not be supported")
     return tuple(found)
-
-
-__all__ = ["MachineFacts", "MountFacts", "doubts", "machine_facts", "machine_obstacle",
-           "mount_facts", "mount_obstacle", "transport_of"]  # fmt: skip

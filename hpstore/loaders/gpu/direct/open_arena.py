@@ -51,6 +51,3 @@ class OpenArena:
             return
         self.columns.close()
         self.engine.close()
-
-
-__all__ = ["OpenArena"]

@@ -186,6 +186,3 @@ class PathChoice:
 
 def _other(way: Way) -> Way:
     return Way.PINNED if way is Way.DIRECT else Way.DIRECT
-
-
-__all__ = ["ChoiceConfig", "Figures", "PathChoice", "Way"]
