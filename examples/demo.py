@@ -40,9 +40,20 @@ class DemoFailed(Exception):
 def trainer(pool: Path, prefix: str, events: Path, *extra: str) -> subprocess.Popen[bytes]:
     """Start examples/train.py; its lines go to our output."""
     command = [
-        sys.executable, str(HERE / "train.py"), "--pool", str(pool), "--prefix", prefix,
-        "--steps", str(STEPS), "--checkpoint-every", str(EVERY), "--events", str(events), *extra,
-    ]  # fmt: skip
+        sys.executable,
+        str(HERE / "train.py"),
+        "--pool",
+        str(pool),
+        "--prefix",
+        prefix,
+        "--steps",
+        str(STEPS),
+        "--checkpoint-every",
+        str(EVERY),
+        "--events",
+        str(events),
+        *extra,
+    ]
     # one thread: with two, on cores that others use, sums were seen to differ from run to run
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)

@@ -90,8 +90,11 @@ def load(rank: int, world: int, kind: str, pool: str, out: str) -> None:
         if step != STEPS or not same:
             raise SystemExit(f"{kind} on {world}: step {step}, values differ")
         if rank == 0:
-            print(f"{kind}: saved by 4 ranks, step {step} on {world}: {len(wanted)} tensors "
-                  "identical", flush=True)  # fmt: skip
+            print(
+                f"{kind}: saved by 4 ranks, step {step} on {world}: {len(wanted)} tensors "
+                "identical",
+                flush=True,
+            )
 
 
 def enter(rank: int, job: Callable[..., None], world: int, store: str, *args: str) -> None:

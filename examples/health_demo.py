@@ -101,17 +101,40 @@ class Node:
         """Trainer, agent and terminal, as processes that do not outlive this one."""
         self._process(
             "trainer",
-            [sys.executable, str(HERE / "train.py"), "--pool", str(self.toml), "--steps", "1000000",
-             "--checkpoint-every", "200", "--batch-size", "8", "--length", "64", "--width", "128",
-             "--layers", "2", "--cache", "0", "--prefix", PREFIX, "--events", str(self.events)],
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(HERE / "train.py"),
+                "--pool",
+                str(self.toml),
+                "--steps",
+                "1000000",
+                "--checkpoint-every",
+                "200",
+                "--batch-size",
+                "8",
+                "--length",
+                "64",
+                "--width",
+                "128",
+                "--layers",
+                "2",
+                "--cache",
+                "0",
+                "--prefix",
+                PREFIX,
+                "--events",
+                str(self.events),
+            ],
+        )
         self.until("the first steps", lambda: len(self.step_times()) >= 20)
         self._process("agent", [*HPSTORE, "agent", str(self.toml), "--listen", "127.0.0.1:0"])
         self.until("the agent's page", self._listens)
         self.terminal = Terminal(
-            dies_with_us([*HPSTORE, "status", str(self.toml), "--watch"]), environment(),
-            columns=COLUMNS, lines=LINES,
-        )  # fmt: skip
+            dies_with_us([*HPSTORE, "status", str(self.toml), "--watch"]),
+            environment(),
+            columns=COLUMNS,
+            lines=LINES,
+        )
         self._stack.callback(self.terminal.close)
 
     def _process(self, name: str, command: list[str]) -> None:
@@ -212,9 +235,7 @@ class Show:
         then a while of training."""
         node, number = self._node, next(self._number)
         seen = re.compile(pattern or re.escape(words))
-        node.until(
-            f"{words!r} on the terminal", lambda: bool(seen.search(node.terminal.frame()))
-        )  # fmt: skip
+        node.until(f"{words!r} on the terminal", lambda: bool(seen.search(node.terminal.frame())))
         node.until(f"{words!r} on the page", lambda: bool(seen.search(fetch(node.url))))
         frame, page = node.terminal.frame(), fetch(node.url)
         if self._pictures is not None and self._browser is not None:
@@ -238,8 +259,9 @@ class Show:
         """Steps since the last time this was asked; DemoFailed when there was a pause in them."""
         times, now = self._node.step_times(), time.monotonic()
         mine = [at for at in times if at >= self._began]
-        gap = max(later - earlier for earlier, later in itertools.pairwise(
-            [self._began, *mine, now]))  # fmt: skip
+        gap = max(
+            later - earlier for earlier, later in itertools.pairwise([self._began, *mine, now])
+        )
         seconds, self._began = now - self._began, now
         self.longest_gap = max(self.longest_gap, gap)
         if gap > GAP_SECONDS:
@@ -337,8 +359,11 @@ def returns(node: Node) -> list[str]:
     seconds = node.until("the disk in use again", back)
     status = node.status()
     mine = node.device(node.dead)["device"]
-    path = [said["becomes"] for said in reversed(status["decisions"])
-            if said["device"] == mine and said["role"] == "agent"]  # fmt: skip
+    path = [
+        said["becomes"]
+        for said in reversed(status["decisions"])
+        if said["device"] == mine and said["role"] == "agent"
+    ]
     return [
         f"disk{node.dead} is plugged in again: another block device, mounted at the same place",
         f"in use again after {seconds:.0f} s: {' -> '.join(path)}",
@@ -399,9 +424,11 @@ def problem(pictures: Path | None) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--screenshots", type=Path, metavar="DIR",
+        "--screenshots",
+        type=Path,
+        metavar="DIR",
         help="keep a picture of the page and the terminal's text after each step",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="train little between the steps")
     options = parser.parse_args()
     if os.geteuid() == 0:

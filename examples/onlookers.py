@@ -34,9 +34,12 @@ class Terminal:
         self._ours, theirs = os.openpty()
         termios.tcsetwinsize(theirs, (lines, columns))
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs,
+            command,
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
             env={**environment, "TERM": "xterm-256color"},
-        )  # fmt: skip
+        )
         os.close(theirs)
         self._sent = b""  # replaced whole
         self._thread = threading.Thread(target=self._listen, name="terminal", daemon=True)
@@ -88,10 +91,23 @@ def find_browser() -> str | None:
 def photograph(browser: str, url: str, picture: Path, *, profile: Path) -> None:
     """A PNG of a page. Raises OSError when the browser makes none."""
     done = subprocess.run(
-        [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-         "--hide-scrollbars", "--no-first-run", f"--user-data-dir={profile}",
-         "--window-size=1280,1000", f"--screenshot={picture}", url],
-        capture_output=True, text=True, timeout=_BROWSER_SECONDS, check=False,
-    )  # fmt: skip
+        [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+            "--no-first-run",
+            f"--user-data-dir={profile}",
+            "--window-size=1280,1000",
+            f"--screenshot={picture}",
+            url,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=_BROWSER_SECONDS,
+        check=False,
+    )
     if not picture.exists():
         raise OSError(f"{browser} made no picture: {done.stderr.strip()[-300:]}")

@@ -95,9 +95,11 @@ def join() -> None:
     )
     again = os.environ["TORCHELASTIC_RESTART_COUNT"]
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore(f"hpstore-{again}", store), rank=int(os.environ["RANK"]),
+        "gloo",
+        store=dist.PrefixStore(f"hpstore-{again}", store),
+        rank=int(os.environ["RANK"]),
         world_size=world,
-    )  # fmt: skip
+    )
 
 
 def loss(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -117,9 +119,12 @@ def main() -> int:
             write_tokens(pool, name, options.length)
         dist.barrier()
         loader = DataLoader(
-            Dataset(pool, name), batch_size=options.rows, shuffle=True, seed=options.seed,
+            Dataset(pool, name),
+            batch_size=options.rows,
+            shuffle=True,
+            seed=options.seed,
             drop_last=True,
-        )  # fmt: skip
+        )
         with Checkpointer(pool, options.prefix, keep_last=3) as checkpointer:
             if checkpointer.steps() and not options.resume and not restarted():
                 raise hpstore.errors.CheckpointError(
@@ -138,16 +143,25 @@ def restarted() -> bool:
 
 
 def train(
-    options: argparse.Namespace, mine: list[int], count: int, loader: DataLoader,
-    checkpointer: Checkpointer, events: Events,
-) -> None:  # fmt: skip
+    options: argparse.Namespace,
+    mine: list[int],
+    count: int,
+    loader: DataLoader,
+    checkpointer: Checkpointer,
+    events: Events,
+) -> None:
     hooks = PipelineHooks(
-        checkpointer, loader, stages=mine, num_stages=count, every=options.checkpoint_every,
+        checkpointer,
+        loader,
+        stages=mine,
+        num_stages=count,
+        every=options.checkpoint_every,
         inputs=lambda batch: batch["tokens"][:, :-1].long(),
         target=lambda batch: batch["tokens"][:, 1:].long(),
         before_optimizer=lambda: hooks.clip_grad_norm(1.0),
-        snapshot=options.snapshot, lazy=options.feed_lazily,
-    )  # fmt: skip
+        snapshot=options.snapshot,
+        lazy=options.feed_lazily,
+    )
     torch.manual_seed(options.seed)
     whole = ByteGPT(width=options.width, layers=options.layers, length=options.length)
     cuts = [options.layers * n // count for n in range(count + 1)]
@@ -166,9 +180,14 @@ def train(
     events("start", f"{count} stages, from step {start}", step=start, stages=count)
     for step in range(start, options.steps):
         record = hooks.step(schedule, optimizer)
-        events("step", f"step {step}: loss {record.loss:.6f}" if record.losses else "",
-               step=step, loss=record.loss, digest=f"{hooks.ledger.digest:016x}",
-               samples=hooks.ledger.samples)  # fmt: skip
+        events(
+            "step",
+            f"step {step}: loss {record.loss:.6f}" if record.losses else "",
+            step=step,
+            loss=record.loss,
+            digest=f"{hooks.ledger.digest:016x}",
+            samples=hooks.ledger.samples,
+        )
     if options.steps > start:
         if hooks.completed % options.checkpoint_every:
             hooks.save()

@@ -45,8 +45,9 @@ class SlowStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec is untyped
     def _strip_protocol(cls, path: str) -> str:
         return str(super()._strip_protocol(path.replace("slow://", "memory://", 1)))
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None,
-                 **options: Any) -> bytes:  # fmt: skip
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
         time.sleep(self.pause_seconds)
         return bytes(super().cat_file(path, start=start, end=end, **options))
 
@@ -74,9 +75,13 @@ def train(
     )
     loader = DataLoader(data, BATCH, sampler=sampler, cache=cache or 0)
     model = nn.Sequential(
-        nn.Conv2d(3, 16, 5, 2), nn.ReLU(), nn.Conv2d(16, 32, 5, 2), nn.ReLU(),
-        nn.Flatten(), nn.LazyLinear(CLASSES),
-    )  # fmt: skip
+        nn.Conv2d(3, 16, 5, 2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 5, 2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.LazyLinear(CLASSES),
+    )
     model(torch.zeros(BATCH, 3, SIDE, SIDE)).sum().backward()  # torch's own start is not counted
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     optimizer.zero_grad()
@@ -109,8 +114,10 @@ def compare(root: Path, samples: int, epochs: int, share: int) -> Table:
             losses, seconds, stats = train(data, cache, epochs)
         if losses != wanted:
             raise SystemExit("remote_cache.py: the losses differ: not the same batches")
-        counts = [f"{stats['cache'].get(name, 0):.0f}"
-                  for name in ("memory_hit_total", "late_total", "miss_total")]  # fmt: skip
+        counts = [
+            f"{stats['cache'].get(name, 0):.0f}"
+            for name in ("memory_hit_total", "late_total", "miss_total")
+        ]
         table.add_row(
             f"cache of 1/{share}", f"{seconds:.1f}", f"{stats['wait_seconds']:.1f}", *counts
         )

@@ -108,12 +108,16 @@ def main() -> int:
         if world > 1:
             dist.barrier()
         loader = DataLoader(
-            Dataset(pool, name), batch_size=options.batch_size // world, shuffle=True,
-            seed=options.seed, drop_last=True, cache=options.cache,
-        )  # fmt: skip
-        model = ByteGPT(
-            width=options.width, layers=options.layers, length=options.length
-        ).to(options.device)  # fmt: skip
+            Dataset(pool, name),
+            batch_size=options.batch_size // world,
+            shuffle=True,
+            seed=options.seed,
+            drop_last=True,
+            cache=options.cache,
+        )
+        model = ByteGPT(width=options.width, layers=options.layers, length=options.length).to(
+            options.device
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         state = {"model": model, "optimizer": optimizer, "loader": loader}
         with Checkpointer(pool, options.prefix, keep_last=3, rng=False) as checkpointer:
@@ -198,8 +202,12 @@ def train(
         if step % options.checkpoint_every == 0:
             handle = checkpointer.save(step, state)
             stalled += handle.staged_seconds
-            events("staged", f"step {step:5d}  staged in {handle.staged_seconds * 1e3:.0f} ms",
-                   step=step, seconds=handle.staged_seconds)  # fmt: skip
+            events(
+                "staged",
+                f"step {step:5d}  staged in {handle.staged_seconds * 1e3:.0f} ms",
+                step=step,
+                seconds=handle.staged_seconds,
+            )
     checkpointer.wait()
     events(
         "done",

@@ -121,8 +121,14 @@ def draw(whole: Run, wounded: Run, out: Path) -> None:
     for low, high, name in zip(borders, borders[1:], names, strict=False):
         middle = statistics.median(wounded.read_mib_per_second[low:high])
         bottom.hlines(middle, low, high, color="tab:blue")
-        bottom.text((low + high) / 2, 0, f"{name}\nmedian {middle:.0f} MiB/s", ha="center",
-                    va="bottom", fontsize=8)  # fmt: skip
+        bottom.text(
+            (low + high) / 2,
+            0,
+            f"{name}\nmedian {middle:.0f} MiB/s",
+            ha="center",
+            va="bottom",
+            fontsize=8,
+        )
     bottom.set_ylim(bottom=0)
     bottom.set_ylabel("verified reads, MiB/s")
     bottom.set_xlabel("step")

@@ -17,5 +17,16 @@ from hpstore.pool.status import DeviceStatus, PoolStatus
 
 __version__ = "0.1.0"
 
-__all__ = ["DeviceStatus", "HpstoreError", "ObjectInfo", "Pool", "PoolStatus", "Progress",
-           "RebuildReport", "VersionInfo", "create", "errors", "open"]  # fmt: skip
+__all__ = [
+    "DeviceStatus",
+    "HpstoreError",
+    "ObjectInfo",
+    "Pool",
+    "PoolStatus",
+    "Progress",
+    "RebuildReport",
+    "VersionInfo",
+    "create",
+    "errors",
+    "open",
+]

@@ -33,9 +33,13 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 V = TypeVar("V")
 _LEAST = {
-    "memory_bytes": 1, "workers_per_device": 1, "queue_depth": 1, "compute_threads": 1,
-    "recycle_bytes": 0, "min_losses_tolerated": 0,
-}  # fmt: skip
+    "memory_bytes": 1,
+    "workers_per_device": 1,
+    "queue_depth": 1,
+    "compute_threads": 1,
+    "recycle_bytes": 0,
+    "min_losses_tolerated": 0,
+}
 
 
 def setting(default: V, text: str, *, advanced: bool = False) -> V:
@@ -68,9 +72,10 @@ class Settings:
         "", "locks; by default hpstore-<uid> in the machine's temporary directory"
     )
     state_directory: str = setting(
-        "", "what the agent remembers, which must outlive a restart of the machine; by default the "
+        "",
+        "what the agent remembers, which must outlive a restart of the machine; by default the "
         "run directory where that is set, else ~/.local/state/hpstore",
-    )  # fmt: skip
+    )
     open_deadline_seconds: float = setting(
         10.0, "a device that does not answer by then is missing", advanced=True
     )

@@ -104,8 +104,9 @@ def window(group: Group) -> RepairWindow:
     beyond = _poisson_beyond(expected, group.parity)
     windows = HOURS_PER_YEAR / group.repair_hours
     loss = 1.0 if beyond == 1.0 else -math.expm1(windows * math.log1p(-beyond))
-    return RepairWindow(expected=expected, exactly_parity=exactly, beyond_parity=beyond,
-                  per_year=windows, loss=loss)  # fmt: skip
+    return RepairWindow(
+        expected=expected, exactly_parity=exactly, beyond_parity=beyond, per_year=windows, loss=loss
+    )
 
 
 def _poisson(expected: float, count: int) -> float:
@@ -180,9 +181,14 @@ def total_per_year(group: Group, sectors: Sectors | None = None) -> float:
 
 
 def longest_repair_hours(
-    data: int, parity: int, afr: float, *, wanted: float, groups: int,
+    data: int,
+    parity: int,
+    afr: float,
+    *,
+    wanted: float,
+    groups: int,
     sectors: Sectors | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """The longest repair time at which total_per_year() has so many nines; 0 when none does."""
 
     def enough(hours: float) -> bool:
@@ -298,8 +304,14 @@ class Scheme:
     reaches: bool
 
 
-def compare(group: Group, *, wanted: float, groups: int = 1, sectors: Sectors | None = None,
-            schemes: Sequence[tuple[int, int]] = SCHEMES) -> list[Scheme]:  # fmt: skip
+def compare(
+    group: Group,
+    *,
+    wanted: float,
+    groups: int = 1,
+    sectors: Sectors | None = None,
+    schemes: Sequence[tuple[int, int]] = SCHEMES,
+) -> list[Scheme]:
     """The group's scheme and others at its failure rate and repair time, by total_per_year()."""
     found = []
     for data, parity in sorted({(group.data, group.parity), *schemes}, key=lambda s: (s[1], s[0])):

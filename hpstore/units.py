@@ -14,12 +14,21 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 _FACTORS = {
-    "": 1, "b": 1,
-    "k": KIB, "kib": KIB, "kb": 1000,
-    "m": MIB, "mib": MIB, "mb": 1000**2,
-    "g": GIB, "gib": GIB, "gb": 1000**3,
-    "t": GIB * KIB, "tib": GIB * KIB, "tb": 1000**4,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "k": KIB,
+    "kib": KIB,
+    "kb": 1000,
+    "m": MIB,
+    "mib": MIB,
+    "mb": 1000**2,
+    "g": GIB,
+    "gib": GIB,
+    "gb": 1000**3,
+    "t": GIB * KIB,
+    "tib": GIB * KIB,
+    "tb": 1000**4,
+}
 
 
 def div_ceil(value: int, divisor: int) -> int:

@@ -54,9 +54,12 @@ def pytest_collection_finish() -> None:
 def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
     """3+2 over five directories; its settings are `pool.toml` beside them."""
     with hpstore.create(
-        [tmp_path / f"d{i}" for i in range(5)], data=3, parity=2, config=tmp_path / "pool.toml",
+        [tmp_path / f"d{i}" for i in range(5)],
+        data=3,
+        parity=2,
+        config=tmp_path / "pool.toml",
         settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    ) as made:  # fmt: skip
+    ) as made:
         yield made
 
 

@@ -25,21 +25,76 @@ Line = dict[str, Any]
 Ranks = Mapping[int, Sequence[Line]]  # lines by rank
 Result = dict[str, Any]
 CLOSE = 1e-5  # relative, of sums of magnitudes, where bits cannot be the same
-EPOCH_FIELDS = ("epoch", "loss", "accuracy", "time", "throughput", "avg_batch_time",
-                "avg_comm_time", "data_wait_s", "data_wait_share", "ckpt_stall_s")  # fmt: skip
+EPOCH_FIELDS = (
+    "epoch",
+    "loss",
+    "accuracy",
+    "time",
+    "throughput",
+    "avg_batch_time",
+    "avg_comm_time",
+    "data_wait_s",
+    "data_wait_share",
+    "ckpt_stall_s",
+)
 FIELDS: dict[str, tuple[str, ...]] = {
-    "": ("method", "row", "world_size", "batch_size", "model", "device", "seed", "torch", "git",
-         "start_time", "end_time", "epochs", "summary", "storage", "params_digest", "steps"),
-    "summary": ("total_time", "avg_throughput", "final_loss", "final_accuracy", "avg_comm_time",
-                "avg_batch_time", "comm_share", "data_wait_share", "stall_share", "step_p50",
-                "step_p99", "step_max"),
-    "storage": ("loader", "checkpointer", "cache_hit_rate", "prefetch_accuracy", "bytes_read",
-                "degraded_reads", "ckpt_count", "ckpt_bytes", "ckpt_stall_s", "ckpt_hidden_share",
-                "restore_s"),
-    "resume": ("killed_at_step", "killed_rank", "resumed_from", "samples_lost",
-               "samples_repeated", "loss_gap", "same_digest", "same_ledger"),
+    "": (
+        "method",
+        "row",
+        "world_size",
+        "batch_size",
+        "model",
+        "device",
+        "seed",
+        "torch",
+        "git",
+        "start_time",
+        "end_time",
+        "epochs",
+        "summary",
+        "storage",
+        "params_digest",
+        "steps",
+    ),
+    "summary": (
+        "total_time",
+        "avg_throughput",
+        "final_loss",
+        "final_accuracy",
+        "avg_comm_time",
+        "avg_batch_time",
+        "comm_share",
+        "data_wait_share",
+        "stall_share",
+        "step_p50",
+        "step_p99",
+        "step_max",
+    ),
+    "storage": (
+        "loader",
+        "checkpointer",
+        "cache_hit_rate",
+        "prefetch_accuracy",
+        "bytes_read",
+        "degraded_reads",
+        "ckpt_count",
+        "ckpt_bytes",
+        "ckpt_stall_s",
+        "ckpt_hidden_share",
+        "restore_s",
+    ),
+    "resume": (
+        "killed_at_step",
+        "killed_rank",
+        "resumed_from",
+        "samples_lost",
+        "samples_repeated",
+        "loss_gap",
+        "same_digest",
+        "same_ledger",
+    ),
     "pipeline": ("steps", "step_seconds", "idle_share", "theory", "modelled", "ranks", "ledger"),
-}  # fmt: skip
+}
 OPTIONAL = ("resume", "pipeline")
 """What a results file has; "resume" only where the row was killed and resumed, "pipeline" only
 where hooks have driven it."""
@@ -206,12 +261,18 @@ def merged(runs: Sequence[Result]) -> Result:
             "count": len(runs),
             **{
                 name: spread([run["summary"][name] for run in runs])
-                for name in ("avg_throughput", "total_time", "avg_comm_time", "step_p50",
-                             "data_wait_share", "stall_share")
+                for name in (
+                    "avg_throughput",
+                    "total_time",
+                    "avg_comm_time",
+                    "step_p50",
+                    "data_wait_share",
+                    "stall_share",
+                )
             },
             "digests": sorted({run["params_digest"] for run in runs}),
         },
-    }  # fmt: skip
+    }
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -309,9 +370,7 @@ def gate(results: Mapping[str, Result]) -> list[str]:
                     f"{row}: digest {result['params_digest'][:12]}, that of {first} is "
                     f"{wanted['params_digest'][:12]}"
                 )
-        elif not math.isclose(
-            result["params_abs_sum"], wanted["params_abs_sum"], rel_tol=CLOSE
-        ):  # fmt: skip
+        elif not math.isclose(result["params_abs_sum"], wanted["params_abs_sum"], rel_tol=CLOSE):
             found.append(
                 f"{row}: sum of magnitudes {result['params_abs_sum']:.8g}, that of {first} is "
                 f"{wanted['params_abs_sum']:.8g}"

@@ -60,8 +60,12 @@ def report(directory: Path) -> int:
     else:
         plot_all(directory, main_rows(results))
     (directory / REPORT).write_text(text)
-    found = {"agree": not wrong, "problems": wrong, "failed": failed,
-             "speed_up": speed_ups(main_rows(results))}  # fmt: skip
+    found = {
+        "agree": not wrong,
+        "problems": wrong,
+        "failed": failed,
+        "speed_up": speed_ups(main_rows(results)),
+    }
     (directory / VERDICT).write_text(json.dumps(found, indent=1) + "\n")
     print(text)
     return 1 if wrong or failed else 0
@@ -113,8 +117,10 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = []
     for row in rows:
-        first, *rest = (cell.ljust(w) if at == 0 else cell.rjust(w)
-                        for at, (cell, w) in enumerate(zip(row, widths, strict=True)))  # fmt: skip
+        first, *rest = (
+            cell.ljust(w) if at == 0 else cell.rjust(w)
+            for at, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
         lines.append("  ".join([first, *rest]).rstrip())
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
@@ -141,19 +147,41 @@ def speed_ups(rows: Results) -> dict[str, float]:
 
 
 def methods_table(rows: Results) -> str:
-    table = [["method", "processes", "samples/s", "x DDP", "time s", "step p50 ms", "loss",
-              "accuracy", "comm ms/step", "comm %", "wait %", "digest"]]  # fmt: skip
+    table = [
+        [
+            "method",
+            "processes",
+            "samples/s",
+            "x DDP",
+            "time s",
+            "step p50 ms",
+            "loss",
+            "accuracy",
+            "comm ms/step",
+            "comm %",
+            "wait %",
+            "digest",
+        ]
+    ]
     ups = speed_ups(rows)
     for row, result in rows.items():
         summary = result["summary"]
-        table.append([
-            result["title"], str(result["world_size"]), spread_of(result, "avg_throughput", 1),
-            f"{ups[row]:.2f}", spread_of(result, "total_time", 2),
-            f"{1e3 * summary['step_p50']:.1f}", f"{summary['final_loss']:.4f}",
-            f"{summary['final_accuracy']:.3f}", f"{1e3 * summary['avg_comm_time']:.1f}",
-            f"{100 * summary['comm_share']:.1f}", f"{100 * summary['data_wait_share']:.1f}",
-            result["params_digest"][:8],
-        ])  # fmt: skip
+        table.append(
+            [
+                result["title"],
+                str(result["world_size"]),
+                spread_of(result, "avg_throughput", 1),
+                f"{ups[row]:.2f}",
+                spread_of(result, "total_time", 2),
+                f"{1e3 * summary['step_p50']:.1f}",
+                f"{summary['final_loss']:.4f}",
+                f"{summary['final_accuracy']:.3f}",
+                f"{1e3 * summary['avg_comm_time']:.1f}",
+                f"{100 * summary['comm_share']:.1f}",
+                f"{100 * summary['data_wait_share']:.1f}",
+                result["params_digest"][:8],
+            ]
+        )
     return "Methods, without saves\n\n" + columns(table)
 
 
@@ -170,27 +198,43 @@ def notes(rows: Results) -> Iterator[str]:
 
 def pipeline_table(rows: Results) -> str:
     """What the hooks have seen: idle shares of the step, means over the ranks."""
-    table = [["pipelines, by their hooks", "idle %", "in theory %", "as measured %", "wait %",
-              "MB copied idle", "and computing", "us an event"]]  # fmt: skip
+    table = [
+        [
+            "pipelines, by their hooks",
+            "idle %",
+            "in theory %",
+            "as measured %",
+            "wait %",
+            "MB copied idle",
+            "and computing",
+            "us an event",
+        ]
+    ]
     for row, result in rows.items():
         seen = result["pipeline"]
         ranks = seen["ranks"]
-        table.append([
-            row, percent(seen["idle_share"]), percent(seen["theory"]), percent(seen["modelled"]),
-            percent(max(rank["data_wait_share"] for rank in ranks)),
-            f"{sum(rank['idle_bytes'] for rank in ranks) / 1e6:.1f}",
-            f"{sum(rank['busy_bytes'] for rank in ranks) / 1e6:.1f}",
-            f"{1e6 * max(rank['hook_seconds_per_event'] for rank in ranks):.0f}",
-        ])  # fmt: skip
+        table.append(
+            [
+                row,
+                percent(seen["idle_share"]),
+                percent(seen["theory"]),
+                percent(seen["modelled"]),
+                percent(max(rank["data_wait_share"] for rank in ranks)),
+                f"{sum(rank['idle_bytes'] for rank in ranks) / 1e6:.1f}",
+                f"{sum(rank['busy_bytes'] for rank in ranks) / 1e6:.1f}",
+                f"{1e6 * max(rank['hook_seconds_per_event'] for rank in ranks):.0f}",
+            ]
+        )
     return columns(table)
 
 
 def pauses(results: Results) -> list[str]:
     """Rows in which the machine, or something in the row, stood still."""
     still = [
-        f"{row} ({result['summary']['step_max']:.1f} s)" for row, result in results.items()
+        f"{row} ({result['summary']['step_max']:.1f} s)"
+        for row, result in results.items()
         if result["summary"]["step_max"] > PAUSE * result["summary"]["step_p50"]
-    ]  # fmt: skip
+    ]
     if not still:
         return []
     return [
@@ -225,49 +269,100 @@ def variants(results: Results, method: str) -> list[str]:
 
 
 def storage_table(rows: Results, method: str) -> str:
-    table = [["samples from", "samples/s", "wait %", "step p50 ms", "step p99 ms", "cache hits %",
-              "prefetch used %", "MB read", "degraded reads"]]  # fmt: skip
+    table = [
+        [
+            "samples from",
+            "samples/s",
+            "wait %",
+            "step p50 ms",
+            "step p99 ms",
+            "cache hits %",
+            "prefetch used %",
+            "MB read",
+            "degraded reads",
+        ]
+    ]
     for result in rows.values():
         summary, storage = result["summary"], result["storage"]
-        table.append([
-            storage["loader"], spread_of(result, "avg_throughput", 1),
-            percent(summary["data_wait_share"]), f"{1e3 * summary['step_p50']:.1f}",
-            f"{1e3 * summary['step_p99']:.1f}", percent(storage["cache_hit_rate"]),
-            percent(storage["prefetch_accuracy"]), f"{storage['bytes_read'] / 1e6:.1f}",
-            str(storage["degraded_reads"]),
-        ])  # fmt: skip
+        table.append(
+            [
+                storage["loader"],
+                spread_of(result, "avg_throughput", 1),
+                percent(summary["data_wait_share"]),
+                f"{1e3 * summary['step_p50']:.1f}",
+                f"{1e3 * summary['step_p99']:.1f}",
+                percent(storage["cache_hit_rate"]),
+                percent(storage["prefetch_accuracy"]),
+                f"{storage['bytes_read'] / 1e6:.1f}",
+                str(storage["degraded_reads"]),
+            ]
+        )
     return f"{rows[method]['title']} from four storages\n\n" + columns(table)
 
 
 def saver_table(rows: Results, method: str) -> str:
     """The last column: time for the same samples, to that without checkpoints."""
     base = rows.get(method)
-    table = [["checkpoints", "samples/s", "saves", "MB each", "stall ms each", "stall %",
-              "step p99 ms", "time to none"]]  # fmt: skip
+    table = [
+        [
+            "checkpoints",
+            "samples/s",
+            "saves",
+            "MB each",
+            "stall ms each",
+            "stall %",
+            "step p99 ms",
+            "time to none",
+        ]
+    ]
     for result in rows.values():
         summary, storage = result["summary"], result["storage"]
         saves = storage["ckpt_count"]
         stall = (storage["ckpt_stall_s"] or 0) / saves if saves else 0.0
-        table.append([
-            storage["checkpointer"], spread_of(result, "avg_throughput", 1), str(saves),
-            f"{storage['ckpt_bytes'] / max(1, saves) / 1e6:.2f}", f"{1e3 * stall:.2f}",
-            percent(summary["stall_share"]), f"{1e3 * summary['step_p99']:.1f}",
-            "-" if base is None else f"{speed(base) / speed(result):.3f}",
-        ])  # fmt: skip
+        table.append(
+            [
+                storage["checkpointer"],
+                spread_of(result, "avg_throughput", 1),
+                str(saves),
+                f"{storage['ckpt_bytes'] / max(1, saves) / 1e6:.2f}",
+                f"{1e3 * stall:.2f}",
+                percent(summary["stall_share"]),
+                f"{1e3 * summary['step_p99']:.1f}",
+                "-" if base is None else f"{speed(base) / speed(result):.3f}",
+            ]
+        )
     return f"{rows[method]['title']} with four checkpointers\n\n" + columns(table)
 
 
 def resume_table(rows: Results) -> str:
-    table = [["killed", "rank", "after step", "resumed from", "restore ms", "samples lost",
-              "repeated", "loss gap", "same digest"]]  # fmt: skip
+    table = [
+        [
+            "killed",
+            "rank",
+            "after step",
+            "resumed from",
+            "restore ms",
+            "samples lost",
+            "repeated",
+            "loss gap",
+            "same digest",
+        ]
+    ]
     for result in rows.values():
         resume = result["resume"]
-        table.append([
-            result["title"], str(resume["killed_rank"]), str(resume["killed_at_step"]),
-            str(resume["resumed_from"]), f"{1e3 * resume['restore_s']:.0f}",
-            str(resume["samples_lost"]), str(resume["samples_repeated"]),
-            f"{resume['loss_gap']:.1g}", "yes" if resume["same_digest"] else "NO",
-        ])  # fmt: skip
+        table.append(
+            [
+                result["title"],
+                str(resume["killed_rank"]),
+                str(resume["killed_at_step"]),
+                str(resume["resumed_from"]),
+                f"{1e3 * resume['restore_s']:.0f}",
+                str(resume["samples_lost"]),
+                str(resume["samples_repeated"]),
+                f"{resume['loss_gap']:.1g}",
+                "yes" if resume["same_digest"] else "NO",
+            ]
+        )
     return "Killed (SIGKILL of one rank) and resumed by torchrun\n\n" + columns(table)
 
 

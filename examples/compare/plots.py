@@ -20,10 +20,13 @@ def plot_all(directory: Path, rows: Results) -> list[Path]:
     if not rows:
         return []
     makers = {
-        "throughput": throughput, "training_time": training_time, "loss_curves": loss_curves,
-        "accuracy_curves": accuracy_curves, "communication_overhead": communication,
+        "throughput": throughput,
+        "training_time": training_time,
+        "loss_curves": loss_curves,
+        "accuracy_curves": accuracy_curves,
+        "communication_overhead": communication,
         "step_time": step_time,
-    }  # fmt: skip
+    }
     return [maker(directory / f"{name}.png", rows) for name, maker in makers.items()]
 
 
@@ -51,8 +54,13 @@ def bars(path: Path, rows: Results, name: str, label: str, title: str) -> Path:
     places = range(len(values))
     axes.barh(places, values, xerr=[below, above], color="tab:blue", ecolor="black", capsize=3)
     for place, value, more in zip(places, values, above, strict=True):
-        axes.annotate(f"{value:.1f}", (value + more, place), xytext=(6, 0), va="center",
-                      textcoords="offset points")  # fmt: skip
+        axes.annotate(
+            f"{value:.1f}",
+            (value + more, place),
+            xytext=(6, 0),
+            va="center",
+            textcoords="offset points",
+        )
     axes.set_yticks(places, titles(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, ROOM * max(a + b for a, b in zip(values, above, strict=True)))
@@ -85,9 +93,11 @@ def curves(path: Path, rows: Results, name: str, label: str, title: str) -> Path
         steps = result["steps"]
         values = smoothed([step[name] for step in steps], max(1, len(steps) // SMOOTH))
         style: dict[str, Any] = {
-            "linestyle": STYLES[number % len(STYLES)], "label": result["title"],
-            "linewidth": 1 + 0.7 * (len(rows) - number), "color": f"C{number}",
-        }  # fmt: skip
+            "linestyle": STYLES[number % len(STYLES)],
+            "label": result["title"],
+            "linewidth": 1 + 0.7 * (len(rows) - number),
+            "color": f"C{number}",
+        }
         left.plot([step["step"] for step in steps], values, **style)
         right.plot([step["clock"] for step in steps], values, **style | {"linewidth": 1.5})
     left.set(xlabel="step (equal curves lie on each other, thin on thick)", ylabel=label)
@@ -121,8 +131,13 @@ def communication(path: Path, rows: Results) -> Path:
         left = [a + b for a, b in zip(left, widths, strict=True)]
     for place, (value, result) in enumerate(zip(left, rows.values(), strict=True)):
         share = 100 * result["summary"]["comm_share"]
-        axes.annotate(f"{value:.1f} ms, {share:.0f} %", (value, place), xytext=(6, 0),
-                      textcoords="offset points", va="center")  # fmt: skip
+        axes.annotate(
+            f"{value:.1f} ms, {share:.0f} %",
+            (value, place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+        )
     axes.set_yticks(places, titles(rows))
     axes.invert_yaxis()
     axes.set_xlim(0, ROOM * max(left))
@@ -149,8 +164,11 @@ def step_time(path: Path, rows: Results) -> Path:
     axes = figure.subplots()
     places = list(range(len(rows)))
     left = [0.0] * len(rows)
-    for label, color in (("compute", "tab:blue"), ("communication", "tab:orange"),
-                         ("data wait", "tab:red")):  # fmt: skip
+    for label, color in (
+        ("compute", "tab:blue"),
+        ("communication", "tab:orange"),
+        ("data wait", "tab:red"),
+    ):
         widths = [1e3 * spent_on(result["summary"], label) for result in rows.values()]
         axes.barh(places, widths, left=left, color=color, label=label)
         left = [a + b for a, b in zip(left, widths, strict=True)]

@@ -41,9 +41,7 @@ def row_named(name: str) -> Row:
     method, *parts = name.split(".")
     storage = [part for part in parts if part in STORAGES and part != OURS]
     checkpointer = [part for part in parts if part in SAVERS]
-    row = Row(
-        method=method, storage=(*storage, OURS)[0], checkpointer=(*checkpointer, UNSAVED)[0]
-    )  # fmt: skip
+    row = Row(method=method, storage=(*storage, OURS)[0], checkpointer=(*checkpointer, UNSAVED)[0])
     if method not in METHODS or row.name != name:
         raise ValueError(f"no row is called {name!r}")
     return row

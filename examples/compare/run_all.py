@@ -56,8 +56,11 @@ def parse() -> argparse.Namespace:
         "--repeats", type=positive, default=3, help="of every row; the median counts"
     )
     parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated")
-    parser.add_argument("--vary", default=None, help="methods with all storages and checkpointers "
-                        "(default: ddp, and gpipe unless --quick)")  # fmt: skip
+    parser.add_argument(
+        "--vary",
+        default=None,
+        help="methods with all storages and checkpointers (default: ddp, and gpipe unless --quick)",
+    )
     parser.add_argument(
         "--no-resume", action="store_true", help="leave out the kill-and-resume pass"
     )
@@ -136,7 +139,7 @@ class Runner:
                 rng.randrange(self._options.workers + row.servers),
             )
             for row in rows
-        }  # fmt: skip
+        }
         with closing(self._all(rows, "killed", kills)) as results:
             for row, found in results:
                 self._resumed(row, found, kills[row.name])
@@ -179,14 +182,30 @@ class Runner:
         """Run rows under torchrun, one after the other. Raises JobFailed."""
         options = self._options
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
             f"--nproc-per-node={options.workers + rows[0].servers}",
-            f"--max-restarts={len(rows) if kills else 0}", str(HERE / "train.py"),
-            "--rows", ",".join(row.name for row in rows), "--suffix", suffix,
-            "--directory", str(self._work),
-        ]  # fmt: skip
-        for option in ("model", "samples", "epochs", "batch_size", "micro_batches",
-                       "checkpoint_every", "device", "seed"):  # fmt: skip
+            f"--max-restarts={len(rows) if kills else 0}",
+            str(HERE / "train.py"),
+            "--rows",
+            ",".join(row.name for row in rows),
+            "--suffix",
+            suffix,
+            "--directory",
+            str(self._work),
+        ]
+        for option in (
+            "model",
+            "samples",
+            "epochs",
+            "batch_size",
+            "micro_batches",
+            "checkpoint_every",
+            "device",
+            "seed",
+        ):
             command += [f"--{option.replace('_', '-')}", str(getattr(options, option))]
         if kills:
             command += ["--kills", ",".join("{}:{}".format(*kills[row.name]) for row in rows)]
@@ -215,15 +234,20 @@ class Running:
 
     def __init__(self, command: Sequence[str], log: Path) -> None:
         environment = {
-            "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            **os.environ,
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        }  # fmt: skip
+        }
         self._log = log
         with open(log, "w", encoding="utf-8") as file:
             self._process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment,
+                command,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=environment,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def wait_for(self, path: Path) -> None:
         """Until a file is there. Raises JobFailed when the job ends, or takes too long, before."""
@@ -290,9 +314,10 @@ def main() -> int:
             runner.repetition(rows, number)
         if not options.no_resume:
             saved = [
-                Row(method=method, checkpointer=OURS) for method in options.methods
+                Row(method=method, checkpointer=OURS)
+                for method in options.methods
                 if Row(method=method).name not in runner.failed
-            ]  # fmt: skip
+            ]
             runner.resume(saved, random.Random(options.seed))
     return analyze.report(options.out)
 

@@ -205,9 +205,7 @@ class Hpstore(Saver):
         return super().counted()
 
 
-def saver(
-    kind: str, *, pool: Pool, directory: Path, name: str, replicated: bool
-) -> Saver:  # fmt: skip
+def saver(kind: str, *, pool: Pool, directory: Path, name: str, replicated: bool) -> Saver:
     """The one of that kind, for a run of that name; collective."""
     if kind == HPSTORE:
         return Hpstore(pool, f"runs/{name}")

@@ -55,8 +55,10 @@ def generated(samples: int, side: int, seed: int) -> dict[str, np.ndarray]:
     noise = rng.standard_normal((samples, 3, side, side))
     values = 128 + strength * patterns[labels] + 40 * noise
     return {
-        "image": values.clip(0, 255).astype(np.uint8), "label": labels, "id": np.arange(samples)
-    }  # fmt: skip
+        "image": values.clip(0, 255).astype(np.uint8),
+        "label": labels,
+        "id": np.arange(samples),
+    }
 
 
 def prepare(directory: Path, samples: int, side: int, seed: int) -> None:
@@ -69,8 +71,10 @@ def prepare(directory: Path, samples: int, side: int, seed: int) -> None:
         places = [root / f"d{number}" for number in range(DATA + PARITY)]
         settings = Settings(run_directory=str(root / "run"))
         fields = {
-            "image": Field("uint8", (3, side, side)), "label": Field("int64"), "id": Field("int64")
-        }  # fmt: skip
+            "image": Field("uint8", (3, side, side)),
+            "label": Field("int64"),
+            "id": Field("int64"),
+        }
         with (
             hpstore.create(
                 places, data=DATA, parity=PARITY, config=root / "pool.toml", settings=settings
@@ -105,9 +109,12 @@ class Batches:
     def __init__(self, samples: int, batch_size: int, place: Coordinates, seed: int) -> None:
         self._order = GlobalOrder(samples, seed)
         self._slices = Slices(
-            length=samples, batch_size=batch_size, world_size=place.world_size, rank=place.rank,
+            length=samples,
+            batch_size=batch_size,
+            world_size=place.world_size,
+            rank=place.rank,
             drop_last=True,
-        )  # fmt: skip
+        )
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -149,9 +156,16 @@ class Source:
     """The loader of one rank, and what it counted."""
 
     def __init__(
-        self, kind: str, directory: Path, pool: Pool, place: Coordinates, *, batch_size: int,
-        samples: int, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        kind: str,
+        directory: Path,
+        pool: Pool,
+        place: Coordinates,
+        *,
+        batch_size: int,
+        samples: int,
+        seed: int,
+    ) -> None:
         self.kind, self._cache, self._pool = kind, None, pool
         self.loader: Any  # one of four kinds
         batches = Batches(samples, batch_size, place, seed)
@@ -169,9 +183,15 @@ class Source:
             nbytes = samples * sum(data[0][name].nbytes for name in data.fields)
             self._cache = Cache(nbytes // CACHE_SHARE)
             self.loader = DataLoader(
-                data, batch_size, shuffle=True, seed=seed, drop_last=True, cache=self._cache,
-                rank=place.rank, world_size=place.world_size,
-            )  # fmt: skip
+                data,
+                batch_size,
+                shuffle=True,
+                seed=seed,
+                drop_last=True,
+                cache=self._cache,
+                rank=place.rank,
+                world_size=place.world_size,
+            )
 
     @property
     def state(self) -> dict[str, Any]:

@@ -138,12 +138,16 @@ def one(options: argparse.Namespace, row: Row, kill: str, device: torch.device) 
     began = datetime.now(UTC)
     method = method_named(row.method)(
         Setup(
-            make_model=lambda: build(options.model, options.seed), shape=SHAPES[options.model],
-            batch_size=options.batch_size, workers=workers, micro_batches=options.micro_batches,
-            bucket_bytes=BUCKET_BYTES[options.model], device=device,
+            make_model=lambda: build(options.model, options.seed),
+            shape=SHAPES[options.model],
+            batch_size=options.batch_size,
+            workers=workers,
+            micro_batches=options.micro_batches,
+            bucket_bytes=BUCKET_BYTES[options.model],
+            device=device,
             pooled=row.storage in POOLS,
         )
-    )  # fmt: skip
+    )
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     dies = victim(kill, directory, attempt)
     journal = Journal(directory / f"attempt-{attempt}-rank-{dist.get_rank()}.jsonl")
@@ -171,23 +175,34 @@ class Job:
 
 
 def run(
-    options: argparse.Namespace, row: Row, method: Method, pool: hpstore.Pool, journal: Journal,
+    options: argparse.Namespace,
+    row: Row,
+    method: Method,
+    pool: hpstore.Pool,
+    journal: Journal,
     dies: tuple[int, int] | None,
-) -> None:  # fmt: skip
+) -> None:
     """All steps that are left, on this rank."""
     source, place = None, method.coordinates
     with contextlib.ExitStack() as held:
         if place is not None:
             source = Source(
-                row.storage, options.directory, pool, place,
+                row.storage,
+                options.directory,
+                pool,
+                place,
                 batch_size=options.batch_size // place.world_size // method.batches_a_step,
-                samples=options.samples, seed=options.seed,
-            )  # fmt: skip
+                samples=options.samples,
+                seed=options.seed,
+            )
             held.callback(source.close)
         keeper = saver(
-            row.checkpointer, pool=pool, directory=options.directory,
-            name=f"{row.name}-{options.suffix}", replicated=method.replicated,
-        )  # fmt: skip
+            row.checkpointer,
+            pool=pool,
+            directory=options.directory,
+            name=f"{row.name}-{options.suffix}",
+            replicated=method.replicated,
+        )
         method.attach(source.loader if source is not None else None, keeper)
         held.callback(method.close)
         state = method.state()
@@ -197,14 +212,22 @@ def run(
         began = time.perf_counter()
         step = method.restore(keeper, state)
         journal("start", step=step, restore_s=time.perf_counter() - began if step else 0.0)
-        job = Job(options=options, method=method, source=source, keeper=keeper, state=state,
-                  journal=journal)  # fmt: skip
+        job = Job(
+            options=options,
+            method=method,
+            source=source,
+            keeper=keeper,
+            state=state,
+            journal=journal,
+        )
         train(job, step, dies)
         keeper.wait()
         counted = {
-            "loader": row.storage, "checkpointer": row.checkpointer, **keeper.counted(),
+            "loader": row.storage,
+            "checkpointer": row.checkpointer,
+            **keeper.counted(),
             **(source.counted() if source is not None else {}),
-        }  # fmt: skip
+        }
         keeper.close()  # after an error it drains by itself: the other ranks may be dead
         seen = method.seen()
     journal("end", parameters=digests(method), storage=counted, **seen)
@@ -229,9 +252,17 @@ def train(job: Job, step: int, dies: tuple[int, int] | None) -> None:
             seconds, stall = seconds + saving, stall + saving
         outcome = found.outcome
         job.journal(
-            "step", step=step, epoch=epoch, seconds=seconds, wait=found.wait, stall=stall,
-            talk=watch.taken(), loss=outcome.loss, right=outcome.right, samples=outcome.samples,
-        )  # fmt: skip
+            "step",
+            step=step,
+            epoch=epoch,
+            seconds=seconds,
+            wait=found.wait,
+            stall=stall,
+            talk=watch.taken(),
+            loss=outcome.loss,
+            right=outcome.right,
+            samples=outcome.samples,
+        )
         if dies == (step, dist.get_rank()):
             job.keeper.wait()  # what was saved is committed: that is where the job goes on
             os.kill(os.getpid(), signal.SIGKILL)
@@ -264,19 +295,29 @@ def facts_of(
     parts = options.micro_batches if row.method in PIPELINES else workers
     here = machine()
     return {
-        "method": method.name, "title": method.title, "row": row.name,
-        "world_size": dist.get_world_size(), "workers": workers,
-        "batch_size": options.batch_size, "micro_batches": options.micro_batches,
-        "model": options.model, "device": options.device, "seed": options.seed,
-        "samples": options.samples, "epoch_count": options.epochs,
-        "checkpoint_every": options.checkpoint_every, "torch": torch.__version__,
-        "git": here["commit"], "cpus": here["cpus"], "load": here["load"],
+        "method": method.name,
+        "title": method.title,
+        "row": row.name,
+        "world_size": dist.get_world_size(),
+        "workers": workers,
+        "batch_size": options.batch_size,
+        "micro_batches": options.micro_batches,
+        "model": options.model,
+        "device": options.device,
+        "seed": options.seed,
+        "samples": options.samples,
+        "epoch_count": options.epochs,
+        "checkpoint_every": options.checkpoint_every,
+        "torch": torch.__version__,
+        "git": here["commit"],
+        "cpus": here["cpus"],
+        "load": here["load"],
         "start_time": began.isoformat(timespec="seconds"),
         "end_time": datetime.now(UTC).isoformat(timespec="seconds"),
         "communication": method.communication,
         # sums of two numbers have one value in any order; of more they have not
         "exact": options.device == "cpu" and parts == 2,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -75,8 +75,10 @@ def agent_config(pool: PoolConfig, *, dry_run: bool = False) -> AgentConfig:
     where = f"{pool.path}: [agent]"
     raw = with_advanced(raw, raw.pop("advanced", {}), where=f"{pool.path}: [agent.advanced]")
     policy = parse_table(
-        table, PolicyConfig(role=Role.AGENT), where=f"{pool.path}: [agent.policy]",
+        table,
+        PolicyConfig(role=Role.AGENT),
+        where=f"{pool.path}: [agent.policy]",
         without=_NOT_WRITTEN,
-    )  # fmt: skip
+    )
     config = parse_table(raw, AgentConfig(), where=where, without=("policy",))
     return replace(config, policy=replace(policy, dry_run=dry_run))

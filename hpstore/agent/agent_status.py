@@ -90,9 +90,8 @@ class AgentStatus:
         if self.condition is not None:
             body["condition"] = {
                 **asdict(self.condition),
-                **{name: sorted(getattr(self.condition, name))
-                   for name in ("needed", "silent")},
-            }  # fmt: skip
+                **{name: sorted(getattr(self.condition, name)) for name in ("needed", "silent")},
+            }
         return body
 
 
@@ -120,27 +119,37 @@ def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
     walked, others = eyes.walked, eyes.foreground
     told = told_by_processes(decisions, memory.policy, pool.admin.clock.wall_ms() / 1000)
     return AgentStatus(
-        pool=pool.config.name, pool_id=record.pool_id, process=os.getpid(),
-        at_ms=pool.admin.clock.wall_ms(), began_ms=agent.began_ms, ticks=agent.ticks,
-        dry_run=agent.dry_run, generation=record.generation, data=record.data,
+        pool=pool.config.name,
+        pool_id=record.pool_id,
+        process=os.getpid(),
+        at_ms=pool.admin.clock.wall_ms(),
+        began_ms=agent.began_ms,
+        ticks=agent.ticks,
+        dry_run=agent.dry_run,
+        generation=record.generation,
+        data=record.data,
         parity=record.parity,
         devices=tuple(
             _device(agent, m, told.get(m.device_id))
             for m in shown_members(record, pool.admin.clock.wall_ms())
         ),
-        condition=eyes.known(), condition_current=eyes.condition() is not None,
+        condition=eyes.known(),
+        condition_current=eyes.condition() is not None,
         condition_at_ms=0 if walked is None else walked.at_ms,
         job=agent.jobs.sight(),
         waiting=tuple(
             f"{job.kind} {agent.url(job.device)}".strip() for job in agent.jobs.waiting()
         ),
         put_off=agent.put_off,
-        scrub_began_ms=memory.scrub_began_ms, scrub_ended_ms=memory.scrub_ended_ms,
+        scrub_began_ms=memory.scrub_began_ms,
+        scrub_ended_ms=memory.scrub_ended_ms,
         foreground_bytes_per_second=others.bytes_per_second if others.known else None,
-        warnings=_warnings(agent), decisions=tuple(decisions[:_SHOWN]),
-        events=tuple(reversed(agent.jobs.events()))[:_SHOWN], orders_done=memory.orders_done,
+        warnings=_warnings(agent),
+        decisions=tuple(decisions[:_SHOWN]),
+        events=tuple(reversed(agent.jobs.events()))[:_SHOWN],
+        orders_done=memory.orders_done,
         metrics=pool.metrics.snapshot(),
-    )  # fmt: skip
+    )
 
 
 def _warnings(agent: Looking) -> tuple[str, ...]:
@@ -162,11 +171,17 @@ def _device(agent: Looking, member: Member, told: Decision | None) -> DeviceView
     seen, watched = agent.eyes.seen().get(device), agent.watch.devices().get(device)
     told = None if member.left else told  # nobody reads it
     return DeviceView(
-        device=device, url=agent.url(device), domain=member.domain, state=health.state,
-        since_seconds=health.since_seconds, pool_state=member.state,
-        present=device in agent.present, problem="" if seen is None else seen.problem,
+        device=device,
+        url=agent.url(device),
+        domain=member.domain,
+        state=health.state,
+        since_seconds=health.since_seconds,
+        pool_state=member.state,
+        present=device in agent.present,
+        problem="" if seen is None else seen.problem,
         read_only=seen is not None and seen.read_only,
-        score=health.score, refused=health.refused,
+        score=health.score,
+        refused=health.refused,
         reason="" if watched is None else watched.reason,
         process_state="" if told is None else told.becomes.value,
         process_reason="" if told is None else told.reason,
@@ -177,7 +192,7 @@ def _device(agent: Looking, member: Member, told: Decision | None) -> DeviceView
         read_seconds_p50=0.0 if watched is None else watched.read_seconds_p50,
         read_seconds_p99=0.0 if watched is None else watched.read_seconds_p99,
         disks=tuple(agent.eyes.disks.get(device, ())),
-    )  # fmt: skip
+    )
 
 
 def publish(directory: Path, status: AgentStatus) -> None:

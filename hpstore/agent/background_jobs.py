@@ -106,9 +106,13 @@ class Jobs:
     """
 
     def __init__(
-        self, pool: Pool, effort: Effort, *, started: Callable[[BackgroundJob], None],
+        self,
+        pool: Pool,
+        effort: Effort,
+        *,
+        started: Callable[[BackgroundJob], None],
         finished: Callable[[BackgroundJob, Report | None], None],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool, self._effort = pool, effort
         self._admin = pool.admin
         self._started, self._finished = started, finished
@@ -175,9 +179,16 @@ class Jobs:
             seconds = self._admin.clock.monotonic() - self._began
         whole, alone = pace.rates()
         return JobSight(
-            kind=job.kind, device=job.device, reason=job.reason, done=step.done, total=step.total,
-            bytes=step.bytes, seconds=seconds, bytes_per_second=whole, bytes_per_second_alone=alone,
-        )  # fmt: skip
+            kind=job.kind,
+            device=job.device,
+            reason=job.reason,
+            done=step.done,
+            total=step.total,
+            bytes=step.bytes,
+            seconds=seconds,
+            bytes_per_second=whole,
+            bytes_per_second_alone=alone,
+        )
 
     def note(self, text: str, *, ok: bool = True) -> None:
         """Report a line in the log and the status."""
@@ -253,10 +264,14 @@ class Jobs:
         member = self._admin.record.member(job.device)
         if job.kind is JobKind.READMIT:
             found = self._pool.readmit(job.device, reason=job.reason)
-            judged = "" if found is None else (
-                f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in "
-                "quarantine"
-            )  # fmt: skip
+            judged = (
+                ""
+                if found is None
+                else (
+                    f": {found.kept} files kept, {found.removed} removed, {found.quarantined} in "
+                    "quarantine"
+                )
+            )
             self.note(f"{self._named(job)} is done{judged}")
         elif member is None and job.kind is not JobKind.HEAL:
             return None  # it has left meanwhile
@@ -315,8 +330,11 @@ class Jobs:
         if report.whole:
             for member in self._admin.record.members:
                 if member.state is DeviceState.DRAINING:
-                    self.submit(BackgroundJob(kind=JobKind.EVICT, device=member.device_id,
-                                    reason="it is drained"))  # fmt: skip
+                    self.submit(
+                        BackgroundJob(
+                            kind=JobKind.EVICT, device=member.device_id, reason="it is drained"
+                        )
+                    )
         return report
 
     def _rebalance(self) -> RebalanceReport:
@@ -345,9 +363,7 @@ class Jobs:
             )
         return report
 
-    def _fresh_pace(
-        self, bytes_per_second: float | None, *, gives_way: bool = False
-    ) -> SharedPace:  # fmt: skip
+    def _fresh_pace(self, bytes_per_second: float | None, *, gives_way: bool = False) -> SharedPace:
         """`gives_way`: the work stops while another process waits for its turn."""
 
         def stop() -> bool:

@@ -21,9 +21,13 @@ class SharedPace:
     """
 
     def __init__(
-        self, clock: Clock, share: Callable[[], float], *, stop: Callable[[], bool],
+        self,
+        clock: Clock,
+        share: Callable[[], float],
+        *,
+        stop: Callable[[], bool],
         bytes_per_second: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._clock, self._share, self._stop = clock, share, stop
         self._limit = RateLimit(bytes_per_second, clock)
         self._lock = threading.Lock()  # guards all below; the limit's is taken inside of it

@@ -74,9 +74,13 @@ class Presence:
     """
 
     def __init__(
-        self, admin: PoolAdmin, *, every_seconds: float, deadline_seconds: float,
+        self,
+        admin: PoolAdmin,
+        *,
+        every_seconds: float,
+        deadline_seconds: float,
         patience_seconds: float = 1.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._admin, self._every, self._deadline = admin, every_seconds, deadline_seconds
         self._patience = patience_seconds
         self._devices: dict[str, _Question[ProbeAnswer]] = {}
@@ -108,9 +112,10 @@ class Presence:
             question.answer for question in self._places.values() if question.answer is not None
         )
         self.denied = frozenset(
-            url for url, question in self._places.items()
+            url
+            for url, question in self._places.items()
             if question.error is not None and is_denied(question.error)
-        )  # fmt: skip
+        )
 
     def newest_generation(self, now_seconds: float) -> int:
         """Of the membership, as far as devices that are open have answered by now; 0: none has."""
@@ -130,9 +135,10 @@ class Presence:
         places = self._admin.devices.places
         self._devices = {d: self._devices.get(d, _Question()) for d in places}
         due = {
-            d for d, question in self._devices.items()
+            d
+            for d, question in self._devices.items()
             if question.due(now_seconds, self._every if question.error is None else 0.0)
-        }  # fmt: skip
+        }
         for device, future in self._admin.devices.probe(due).items():
             self._devices[device].ask(future, now_seconds)
 
@@ -141,9 +147,10 @@ class Presence:
         places = self._admin.devices.unanswered_places(silent)
         self._places = {url: self._places.get(url, _Question()) for url in places}
         due = {
-            url for url, question in self._places.items()
+            url
+            for url, question in self._places.items()
             if question.due(now_seconds, 0.0 if question.answer is None else self._every)
-        }  # fmt: skip
+        }
         for url, future in self._admin.devices.identify_places(due).items():
             self._places[url].ask(future, now_seconds)
 
@@ -156,14 +163,18 @@ class Presence:
         for device, question in self._devices.items():
             past = tuple(self._seconds.get(device, ()))
             if question.error is not None:  # without rights it was not asked: it is not gone
-                found[device] = Seen(problem=str(question.error), probe_seconds=past,
-                                     answers=is_denied(question.error))  # fmt: skip
+                found[device] = Seen(
+                    problem=str(question.error),
+                    probe_seconds=past,
+                    answers=is_denied(question.error),
+                )
             elif question.answer is not None:
                 usage, refused = question.answer.usage, question.answer.refused
                 found[device] = Seen(
                     problem="" if refused is None else str(refused),
                     read_only=isinstance(refused, DeviceReadOnly) and not is_denied(refused),
                     total_bytes=usage.total,
-                    free_bytes=usage.free, probe_seconds=past,
-                )  # fmt: skip
+                    free_bytes=usage.free,
+                    probe_seconds=past,
+                )
         return found

@@ -59,9 +59,11 @@ class Foreground:
     """
 
     def __init__(
-        self, *, activity: Callable[[], Mapping[str, DiskActivity]] = read_diskstats,
+        self,
+        *,
+        activity: Callable[[], Mapping[str, DiskActivity]] = read_diskstats,
         own: Callable[[], int] = own_bytes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._activity, self._own = activity, own
         self._before: tuple[float, frozenset[str | None], int, int] | None = None
         self.known = False

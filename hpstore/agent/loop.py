@@ -49,9 +49,11 @@ _FOLLOW_SECONDS = 2.0  # between two looks at what others made of the membership
 _READ = 200  # decisions of other processes
 
 _JOBS = {
-    ActionKind.DRAIN: JobKind.DRAIN, ActionKind.EVICT: JobKind.EVICT,
-    ActionKind.READMIT: JobKind.READMIT, ActionKind.HEAL: JobKind.HEAL,
-}  # fmt: skip
+    ActionKind.DRAIN: JobKind.DRAIN,
+    ActionKind.EVICT: JobKind.EVICT,
+    ActionKind.READMIT: JobKind.READMIT,
+    ActionKind.HEAL: JobKind.HEAL,
+}
 # before its columns are reconciled; REMOVED: until the round that finds it has ended
 _RETURNING = (HealthState.REMOVED, HealthState.REBUILDING, HealthState.PROBATION)
 
@@ -69,10 +71,15 @@ class Agent(Closing):
     """
 
     def __init__(
-        self, pool: Pool, config: AgentConfig, *, threads: bool = True,
-        watch: HealthWatch | None = None, disks: DiskWatch | None = None,
+        self,
+        pool: Pool,
+        config: AgentConfig,
+        *,
+        threads: bool = True,
+        watch: HealthWatch | None = None,
+        disks: DiskWatch | None = None,
         foreground: Foreground | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.pool, self.config = pool, config
         self._admin = pool.admin
         self.dry_run = config.policy.dry_run
@@ -89,9 +96,13 @@ class Agent(Closing):
             self._stack = stack.pop_all()
         self.watch = watch or MonitorWatch(self._admin.health)
         self.eyes = Observer(
-            pool, config, disks, foreground or Foreground(),
-            lambda text: self.jobs.note(text, ok=False), threads=threads,
-        )  # fmt: skip
+            pool,
+            config,
+            disks,
+            foreground or Foreground(),
+            lambda text: self.jobs.note(text, ok=False),
+            threads=threads,
+        )
         self._lock = threading.Lock()  # guards what jobs tell: down to `present`
         self.put_off: dict[str, int] = {}  # why -> objects, of the last rebuild
         self._put_off_until_ms = 0
@@ -126,19 +137,22 @@ class Agent(Closing):
         """How fast jobs may go, and what they must know of the devices."""
         config = self.config
         return Effort(
-            share=self._share, answers=lambda device: device in self.present,
+            share=self._share,
+            answers=lambda device: device in self.present,
             returned=self._returned,
             heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
-            scrub_bytes_per_second=self._scrub_rate, spread=config.rebalance_spread or 1.0,
-        )  # fmt: skip
+            scrub_bytes_per_second=self._scrub_rate,
+            spread=config.rebalance_spread or 1.0,
+        )
 
     def _make_disks(self) -> DiskWatch:
         config = self.config
         model = load_model(config.forecast_model) if config.forecast_model else None
         return DiskWatch(
-            self._directory, FailureForecaster(model, far=config.forecast_far),
+            self._directory,
+            FailureForecaster(model, far=config.forecast_far),
             timeout_seconds=config.smart_timeout_seconds,
-        )  # fmt: skip
+        )
 
     # -- rounds
 
@@ -220,14 +234,18 @@ class Agent(Closing):
         with self._lock:
             reconciled = frozenset(self._reconciled)
         return Sighting(
-            record=self._admin.record, open=self._admin.devices.places.keys(),
-            seen=self.eyes.seen(), back=self.eyes.presence.back, denied=self.eyes.presence.denied,
-            reconciled=reconciled, condition=self.eyes.condition(),
+            record=self._admin.record,
+            open=self._admin.devices.places.keys(),
+            seen=self.eyes.seen(),
+            back=self.eyes.presence.back,
+            denied=self.eyes.presence.denied,
+            reconciled=reconciled,
+            condition=self.eyes.condition(),
             outlooks={d: worst(sights) for d, sights in self.eyes.disks.items()},
             watched=self.watch.devices(),
             reports=reports_in(self._decisions(_READ), self.memory.policy, at),
             busy=self.jobs.busy(),
-        )  # fmt: skip
+        )
 
     def _decisions(self, count: int) -> list[Decision]:
         return self.history.decisions(count) if os.path.exists(self.history.path) else []
@@ -262,11 +280,18 @@ class Agent(Closing):
         self.memory = replace(self.memory, policy=outcome.state)
         self._save()
         for decision in outcome.decisions:
-            change = decision.was if decision.was is decision.becomes else (
-                f"{decision.was} -> {decision.becomes}"
-            )  # fmt: skip
-            _log.info("%s%s: %s: %s", "dry run: " if decision.dry_run else "",
-                      self.url(decision.device), change, decision.reason)  # fmt: skip
+            change = (
+                decision.was
+                if decision.was is decision.becomes
+                else (f"{decision.was} -> {decision.becomes}")
+            )
+            _log.info(
+                "%s%s: %s: %s",
+                "dry run: " if decision.dry_run else "",
+                self.url(decision.device),
+                change,
+                decision.reason,
+            )
         if self.dry_run:
             for decision in outcome.decisions:
                 self.jobs.note(
@@ -340,10 +365,14 @@ class Agent(Closing):
     def _look_at_fullness(self, now: float, shape: WalkShape) -> None:
         """Even out how full devices are, once every object is whole and every member is there."""
         seen, record = self.eyes.seen(), self._admin.record
-        calm = all(m.state is DeviceState.ONLINE and m.device_id in self.present
-                   for m in record.members)  # fmt: skip
-        shares = [1 - s.free_bytes / s.total_bytes for s in seen.values()
-                  if s.total_bytes and not s.read_only]  # fmt: skip
+        calm = all(
+            m.state is DeviceState.ONLINE and m.device_id in self.present for m in record.members
+        )
+        shares = [
+            1 - s.free_bytes / s.total_bytes
+            for s in seen.values()
+            if s.total_bytes and not s.read_only
+        ]
         spread = max(shares, default=0.0) - min(shares, default=0.0)
         if not calm or spread <= self.config.rebalance_spread:
             return

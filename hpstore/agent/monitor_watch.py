@@ -59,11 +59,14 @@ class MonitorWatch:
     def devices(self) -> Mapping[str, WatchedDevice]:
         return {
             device: WatchedDevice(
-                state=sight.state, reason=sight.reason, latency_seconds=sight.latency_seconds,
-                read_seconds_p50=sight.read_seconds_p50, read_seconds_p99=sight.read_seconds_p99,
+                state=sight.state,
+                reason=sight.reason,
+                latency_seconds=sight.latency_seconds,
+                read_seconds_p50=sight.read_seconds_p50,
+                read_seconds_p99=sight.read_seconds_p99,
             )
             for device, sight in self._monitor.snapshot().devices.items()
-        }  # fmt: skip
+        }
 
     def forgive(self, device: str, reason: str) -> None:
         self._monitor.forgive(device, reason)

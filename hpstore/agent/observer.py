@@ -43,16 +43,23 @@ class Observer:
     """
 
     def __init__(
-        self, pool: Pool, config: AgentConfig, disks: DiskWatch, foreground: Foreground,
-        tell: Callable[[str], None], *, threads: bool,
-    ) -> None:  # fmt: skip
+        self,
+        pool: Pool,
+        config: AgentConfig,
+        disks: DiskWatch,
+        foreground: Foreground,
+        tell: Callable[[str], None],
+        *,
+        threads: bool,
+    ) -> None:
         self._pool, self._config, self._disks, self._tell = pool, config, disks, tell
         self._admin = pool.admin
         self.foreground = foreground
         self.presence = Presence(
-            pool.admin, every_seconds=config.probe_seconds,
+            pool.admin,
+            every_seconds=config.probe_seconds,
             deadline_seconds=pool.config.settings.device_deadline_seconds,
-        )  # fmt: skip
+        )
         self._inline = not threads
         self._walk: CallSlot[Condition] = CallSlot("walk", threads=threads)
         self._smart: CallSlot[dict[str, list[DiskSight]]] = CallSlot("smart", threads=threads)
@@ -124,9 +131,10 @@ class Observer:
         """Members that are not open or do not answer."""
         places, seen = self._admin.devices.places, self.seen()
         return {
-            m.device_id for m in self._admin.record.members
+            m.device_id
+            for m in self._admin.record.members
             if m.device_id not in places or (m.device_id in seen and not seen[m.device_id].answers)
-        }  # fmt: skip
+        }
 
     def _look_at_objects(self, now_seconds: float) -> None:
         """Walk over the keys now and then, and when the pool has changed."""

@@ -78,15 +78,20 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
     known = condition is not None and device not in condition.silent
     seen = sighting.seen.get(device)
     return DeviceFacts(
-        present=answers(sighting, member), domain=member.domain, pool_state=member.state,
-        reported=sighting.reports.get(device, ""), probes=config.probes_least if well else 0,
+        present=answers(sighting, member),
+        domain=member.domain,
+        pool_state=member.state,
+        reported=sighting.reports.get(device, ""),
+        probes=config.probes_least if well else 0,
         read_only=seen is not None and seen.read_only,
         forecast=sighting.outlooks.get(device, ForecastOutlook.NONE),
-        empty=known and condition is not None and device not in condition.holding
+        empty=known
+        and condition is not None
+        and device not in condition.holding
         and member.state is DeviceState.DRAINING,
         evictable=condition is not None and device not in condition.needed,
         reconciled=device in sighting.reconciled,
-    )  # fmt: skip
+    )
 
 
 def _spare_capacity(sighting: Sighting) -> bool:
@@ -125,6 +130,7 @@ def told_by_processes(
     """
     told = verdicts_of_processes(decisions, now_seconds)
     return {
-        device: said for device, said in told.items()
+        device: said
+        for device, said in told.items()
         if said.at_seconds > state.health(device).pardoned_seconds
-    }  # fmt: skip
+    }

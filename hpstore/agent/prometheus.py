@@ -40,9 +40,10 @@ class StatusCollector(Collector):
 def _pool_metrics(status: AgentStatus) -> Iterator[Metric]:
     yield CounterMetricFamily("hpstore_agent_rounds", "Rounds of the agent.", value=status.ticks)
     yield GaugeMetricFamily(
-        "hpstore_agent_round_seconds", "When the last round was, since 1970.",
+        "hpstore_agent_round_seconds",
+        "When the last round was, since 1970.",
         value=status.at_ms / 1000,
-    )  # fmt: skip
+    )
     yield GaugeMetricFamily(
         "hpstore_agent_warnings", "Warnings and alarms.", value=len(status.warnings)
     )
@@ -75,9 +76,10 @@ def _pool_metrics(status: AgentStatus) -> Iterator[Metric]:
 
 def _device_metrics(status: AgentStatus) -> Iterator[Metric]:
     state = GaugeMetricFamily(
-        "hpstore_device_state", "1 for the state that the agent keeps a device in.",
+        "hpstore_device_state",
+        "1 for the state that the agent keeps a device in.",
         labels=["device", "url", "state"],
-    )  # fmt: skip
+    )
     for device in status.devices:
         for known in HealthState:
             state.add_metric([device.device, device.url, known], float(device.state == known))

@@ -28,11 +28,15 @@ class AgentState:
 
     def encode(self) -> bytes:
         """JSON with a digest."""
-        return seal({
-            "format": FORMAT, "policy": self.policy.encode().decode(),
-            "scrub_began_ms": self.scrub_began_ms, "scrub_ended_ms": self.scrub_ended_ms,
-            "orders_done": self.orders_done,
-        })  # fmt: skip
+        return seal(
+            {
+                "format": FORMAT,
+                "policy": self.policy.encode().decode(),
+                "scrub_began_ms": self.scrub_began_ms,
+                "scrub_ended_ms": self.scrub_ended_ms,
+                "orders_done": self.orders_done,
+            }
+        )
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> AgentState:

@@ -71,10 +71,14 @@ class DiskWatch:
     """
 
     def __init__(
-        self, directory: Path, forecaster: FailureForecaster, *, timeout_seconds: float,
+        self,
+        directory: Path,
+        forecaster: FailureForecaster,
+        *,
+        timeout_seconds: float,
         read: Callable[[str], SmartReading] | None = None,
         disks_of: Callable[[str], list[str]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._record, self._forecaster = directory / RECORD_FILE, forecaster
         self._read = read or (lambda disk: read_disk(disk, timeout_seconds=timeout_seconds))
         self._disks_of = disks_of or disks_of_path
@@ -104,9 +108,11 @@ class DiskWatch:
         found = {}
         for disk, future in futures.items():
             error = future.exception()
-            found[disk] = future.result() if error is None else SmartReading(
-                device=disk, readout=Readout.FAILED, problem=str(error)
-            )  # fmt: skip
+            found[disk] = (
+                future.result()
+                if error is None
+                else SmartReading(device=disk, readout=Readout.FAILED, problem=str(error))
+            )
         return found
 
     def _recorded(self) -> dict[str, DriveHistory]:
@@ -120,10 +126,12 @@ class DiskWatch:
         self, before: Mapping[str, DriveHistory], readings: list[SmartReading], today: int
     ) -> None:
         new = [
-            r for r in readings
-            if r.readout is Readout.OK and r.serial
+            r
+            for r in readings
+            if r.readout is Readout.OK
+            and r.serial
             and (r.serial not in before or int(before[r.serial].days[-1]) != today)
-        ]  # fmt: skip
+        ]
         if not new:
             return
         try:
@@ -139,10 +147,14 @@ class DiskWatch:
         now = judge_reading(self._forecaster, reading, past, today)
         earlier = [] if past is None else judge_past(self._forecaster, past, today - _DAYS + 1)
         return DiskSight(
-            disk=reading.device, readout=reading.readout, problem=reading.problem,
-            risk="" if now is None else now.risk, reasons=() if now is None else now.reasons,
-            notes=reading.notes, outlook=outlook_of(now, earlier),
-        )  # fmt: skip
+            disk=reading.device,
+            readout=reading.readout,
+            problem=reading.problem,
+            risk="" if now is None else now.risk,
+            reasons=() if now is None else now.reasons,
+            notes=reading.notes,
+            outlook=outlook_of(now, earlier),
+        )
 
 
 def disks_of_path(path: str) -> list[str]:

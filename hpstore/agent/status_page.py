@@ -44,16 +44,21 @@ def render(status: AgentStatus, *, refresh_seconds: int = 5) -> str:
         f"<h1>Pool {escape(title)}{' (dry run)' if status.dry_run else ''}</h1>",
         f"<p>{_summary(status)}</p>",
         *(f"<div class=warn>{escape(text)}</div>" for text in status.warnings),
-        "<h2>Devices</h2>", _devices(status),
-        "<h2>Work</h2>", _work(status),
-        "<h2>Degraded objects</h2>", _degraded(status),
-        "<h2>Decisions</h2>", _decisions(status),
-        "<h2>Events</h2>", _events(status),
+        "<h2>Devices</h2>",
+        _devices(status),
+        "<h2>Work</h2>",
+        _work(status),
+        "<h2>Degraded objects</h2>",
+        _degraded(status),
+        "<h2>Decisions</h2>",
+        _decisions(status),
+        "<h2>Events</h2>",
+        _events(status),
         f"<p class=quiet>generation {status.generation}, process {status.process}, "
         f"{status.ticks} rounds since {_when(status.began_ms)}; as of {_when(status.at_ms)}. "
         "Times without a date are of that day, UTC.</p>",
         "</body></html>",
-    ]  # fmt: skip
+    ]
     return "".join(parts)
 
 

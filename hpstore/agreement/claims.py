@@ -60,9 +60,14 @@ class Claims:
     """
 
     def __init__(
-        self, registers: Registers, clock: Clock, next_counter: Callable[[int], int], *,
-        deadline_seconds: float, ttl_seconds: float,
-    ) -> None:  # fmt: skip
+        self,
+        registers: Registers,
+        clock: Clock,
+        next_counter: Callable[[int], int],
+        *,
+        deadline_seconds: float,
+        ttl_seconds: float,
+    ) -> None:
         self.registers, self.clock, self.next_counter = registers, clock, next_counter
         self.ttl_seconds, self._deadline_seconds = ttl_seconds, deadline_seconds
 

@@ -22,9 +22,13 @@ _STRIPE_BYTES = 64 * MIB
 
 
 def raw_isal(
-    data: int, parity: int, have: tuple[int, ...], want: tuple[int, ...], sources: list[Bytes],
+    data: int,
+    parity: int,
+    have: tuple[int, ...],
+    want: tuple[int, ...],
+    sources: list[Bytes],
     targets: list[Bytes],
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], None]:
     """ISA-L with tables and pointers made beforehand: the least that a call can cost."""
     path = bundled_isal()
     assert path is not None
@@ -40,9 +44,14 @@ def raw_isal(
 
 
 def by_address(
-    code: ErasureCode, data: int, parity: int, have: tuple[int, ...], want: tuple[int, ...],
-    sources: list[Bytes], targets: list[Bytes],
-) -> Callable[[], None]:  # fmt: skip
+    code: ErasureCode,
+    data: int,
+    parity: int,
+    have: tuple[int, ...],
+    want: tuple[int, ...],
+    sources: list[Bytes],
+    targets: list[Bytes],
+) -> Callable[[], None]:
     """What the write pipeline does for each stripe: look the coder up, address the rows, code."""
     source_at = [address_of(row) for row in sources]
     target_at = [address_of(row) for row in targets]
@@ -91,9 +100,14 @@ def bench_erasure(options: Options) -> dict[str, object]:
 
 
 def _compare(
-    code: ErasureCode, data: int, parity: int, have: tuple[int, ...], want: tuple[int, ...],
-    unit: int, options: Options,
-) -> dict[str, object]:  # fmt: skip
+    code: ErasureCode,
+    data: int,
+    parity: int,
+    have: tuple[int, ...],
+    want: tuple[int, ...],
+    unit: int,
+    options: Options,
+) -> dict[str, object]:
     rng = np.random.default_rng(0)
     ours, raw, kept = [], [], []
     for _ in range(max(1, _STRIPE_BYTES // (data * unit))):
@@ -104,9 +118,7 @@ def _compare(
         ours.append(by_address(code, data, parity, have, want, sources, targets))
         raw.append(raw_isal(data, parity, have, want, sources, targets))
     rounds = max(1, _BYTES_A_SAMPLE // (data * unit * len(ours)))
-    times = interleave(
-        {"hpstore": timed(ours, rounds), "raw": timed(raw, rounds)}, options.repeats
-    )  # fmt: skip
+    times = interleave({"hpstore": timed(ours, rounds), "raw": timed(raw, rounds)}, options.repeats)
     nbytes = dict.fromkeys(times, rounds * len(ours) * data * unit)
     return {
         "rates": rates(times, nbytes),

@@ -56,9 +56,13 @@ BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
 }
 DEFAULT_BYTES = {
     "cache": 0,  # no data are written
-    "checkpoint": 1_622_000_000, "devices": GIB, "erasure": GIB, "health": 0,
-    "loader": 200_000 * 12 * KIB, "train": 0,
-}  # fmt: skip
+    "checkpoint": 1_622_000_000,
+    "devices": GIB,
+    "erasure": GIB,
+    "health": 0,
+    "loader": 200_000 * 12 * KIB,
+    "train": 0,
+}
 SMALL_BYTES = 24 * MIB
 
 

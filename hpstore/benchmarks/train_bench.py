@@ -59,7 +59,7 @@ def bench_train(options: Options) -> dict[str, object]:
             command(script, folder, options), stdout=subprocess.PIPE, text=True
         ) as job,
         ExitStack() as cut,
-    ):  # fmt: skip
+    ):
         cut.callback(_cut_short, job, folder, options)
         assert job.stdout is not None
         said = []
@@ -111,8 +111,9 @@ def _cut_short(job: subprocess.Popen[str], folder: Path, options: Options) -> No
     _stop(job)
     subprocess.run(
         [sys.executable, str(SCRIPTS / "analyze.py"), str(folder)],
-        stdout=subprocess.DEVNULL, check=False,
-    )  # fmt: skip
+        stdout=subprocess.DEVNULL,
+        check=False,
+    )
     options.keep(rows_in(folder))
 
 
@@ -133,10 +134,13 @@ def rows_in(folder: Path) -> dict[str, object]:
         result = json.loads(path.read_text())
         rows[result["row"]] = {
             "processes": result["world_size"],
-            **{name: result[name] for name in ("summary", "storage", "repeats", "resume")
-               if name in result},
+            **{
+                name: result[name]
+                for name in ("summary", "storage", "repeats", "resume")
+                if name in result
+            },
             "digest": result["params_digest"][:12],
-        }  # fmt: skip
+        }
     found: Found = {"folder": str(folder), "rows": rows, "ratios": ratios(rows)}
     verdict = folder / "verdict.json"
     return found | (json.loads(verdict.read_text()) if verdict.exists() else {})
@@ -149,8 +153,10 @@ def ratios(rows: Mapping[str, Any]) -> Found:
     if none is not None:
         share = _median(none, "data_wait_share")
         found["data_wait_share"] = {
-            "median": round(share, 4), "bar": WAIT_BAR, "met": share <= WAIT_BAR
-        }  # fmt: skip
+            "median": round(share, 4),
+            "bar": WAIT_BAR,
+            "met": share <= WAIT_BAR,
+        }
     if ours is not None and none is not None:
         for name, row in (("hpstore", ours), ("torch_save", rows.get(f"{PIPELINE}.torch_save"))):
             if row is None:

@@ -20,8 +20,27 @@ from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
 from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.checkpoint.steps import Steps
 
-__all__ = ["Best", "Checkpointer", "ExportReport", "ImportReport", "Manifest", "Preempted",
-           "RestoreReport", "SafeLoadPlanner", "SaveHandle", "SaveOptions", "SaveReport",
-           "SavedStep", "SavedTensor", "Stager", "Steps", "StorageReader", "StorageWriter",
-           "VerifyReport", "export_checkpoint", "import_checkpoint",
-           "torch_load", "torch_save"]  # fmt: skip
+__all__ = [
+    "Best",
+    "Checkpointer",
+    "ExportReport",
+    "ImportReport",
+    "Manifest",
+    "Preempted",
+    "RestoreReport",
+    "SafeLoadPlanner",
+    "SaveHandle",
+    "SaveOptions",
+    "SaveReport",
+    "SavedStep",
+    "SavedTensor",
+    "Stager",
+    "Steps",
+    "StorageReader",
+    "StorageWriter",
+    "VerifyReport",
+    "export_checkpoint",
+    "import_checkpoint",
+    "torch_load",
+    "torch_save",
+]

@@ -46,9 +46,10 @@ class _AgentGroup(TyperGroup):
 
 
 agents = typer.Typer(
-    cls=_AgentGroup, no_args_is_help=True,
+    cls=_AgentGroup,
+    no_args_is_help=True,
     help="Look after a pool; short for run: hpstore agent pool.toml",
-)  # fmt: skip
+)
 
 
 @agents.command()
@@ -165,11 +166,17 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 def show_agent(status: AgentStatus) -> None:
     """A status for people."""
     rows = [
-        (d.device[:8], d.url, d.state, "" if d.pool_state == d.state else d.pool_state,
-         format_seconds(d.probe_seconds[-1]) if d.probe_seconds else "",
-         format_bytes(d.free_bytes) if d.total_bytes else "", d.problem or d.refused)
+        (
+            d.device[:8],
+            d.url,
+            d.state,
+            "" if d.pool_state == d.state else d.pool_state,
+            format_seconds(d.probe_seconds[-1]) if d.probe_seconds else "",
+            format_bytes(d.free_bytes) if d.total_bytes else "",
+            d.problem or d.refused,
+        )
         for d in status.devices
-    ]  # fmt: skip
+    ]
     from hpstore.agent.agent_status import LOOKING_AGAIN
 
     table("", ("device", "url", "state", "pool says", "probe", "free", "why"), rows)

@@ -52,8 +52,11 @@ def in_maintenance(pool: Pool, device: str) -> bool:
     from hpstore.agent.saved_state import load_memory
 
     memory = load_memory(pool.admin.state_directory)
-    waiting = [order.word for order in read_orders(pool.admin.state_directory)
-               if order.device == device and order.number > memory.orders_done]  # fmt: skip
+    waiting = [
+        order.word
+        for order in read_orders(pool.admin.state_directory)
+        if order.device == device and order.number > memory.orders_done
+    ]
     if waiting:
         return waiting[-1] is Command.MAINTENANCE
     return memory.policy.health(device).state is HealthState.MAINTENANCE

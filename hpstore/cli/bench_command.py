@@ -58,8 +58,7 @@ def run(
     device: Annotated[str, typer.Option(help=_DEVICE)] = "cpu",
     stages: Annotated[bool | None, typer.Option("--stages/--no-stages", help=_STAGES)] = None,
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="for cache, health, train: little data, shows that all works"),
+        bool, typer.Option("--quick", help="for cache, health, train: little data")
     ] = False,
     drive_stats: Annotated[
         list[Path] | None, typer.Option(help="for health: a file to forecast failures from")
@@ -79,10 +78,18 @@ def run(
 
     _require_runnable(names, BENCHMARKS, json_file, yes=yes)
     told = Options(
-        directory=directory.absolute() if directory else None, size_bytes=0, repeats=repeats,
-        peers=peers, compression=compression, cases=cases, device=device, stages=stages,
-        quick=quick, drive_stats=tuple(drive_stats or ()), plots=plots,
-    )  # fmt: skip
+        directory=directory.absolute() if directory else None,
+        size_bytes=0,
+        repeats=repeats,
+        peers=peers,
+        compression=compression,
+        cases=cases,
+        device=device,
+        stages=stages,
+        quick=quick,
+        drive_stats=tuple(drive_stats or ()),
+        plots=plots,
+    )
     results = measured(
         {name: replace(told, size_bytes=size_named(size, name)) for name in names}, json_file
     )
@@ -112,8 +119,11 @@ def show_stages(results: Mapping[str, object]) -> None:
     stages = loader.get("stages") if isinstance(loader, dict) else None
     if stages:
         columns = ("stage", "what", "status", "reason")
-        table("Stages of the GPU (docs/gpu.md)", columns,
-              [[row[column] for column in columns] for row in stages.values()])  # fmt: skip
+        table(
+            "Stages of the GPU (docs/gpu.md)",
+            columns,
+            [[row[column] for column in columns] for row in stages.values()],
+        )
 
 
 def measured(todo: Mapping[str, Options], json_file: str) -> dict[str, object]:

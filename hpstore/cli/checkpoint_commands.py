@@ -124,8 +124,12 @@ def verify(
             for number in (steps.all() if every else one)
         }
     if as_json:
-        rows = [{"step": n, "ok": False, "problem": str(r)} if isinstance(r, HpstoreError)
-                else r.as_dict() for n, r in found.items()]  # fmt: skip
+        rows = [
+            {"step": n, "ok": False, "problem": str(r)}
+            if isinstance(r, HpstoreError)
+            else r.as_dict()
+            for n, r in found.items()
+        ]
         emit_json(rows if every else rows[0])
     else:
         for number, report in found.items():

@@ -44,8 +44,15 @@ class StepRow:
         """For the table."""
         metrics = ", ".join(f"{name} {value:.6g}" for name, value in self.metrics.items())
         sizes = (self.bytes, self.own_bytes, self.shared_bytes)
-        return (self.step, *map(format_bytes, sizes), self.items, self.world,
-                _when(self.created_ms), ", ".join(self.protected), metrics)  # fmt: skip
+        return (
+            self.step,
+            *map(format_bytes, sizes),
+            self.items,
+            self.world,
+            _when(self.created_ms),
+            ", ".join(self.protected),
+            metrics,
+        )
 
 
 def _when(created_ms: int) -> str:
@@ -60,12 +67,18 @@ def listed(manifests: Sequence[Manifest], protected: Mapping[str, int]) -> list[
         own = m.within_bytes + sum(s.size for s in m.objects if named[s.key] == 1)
         rows.append(
             StepRow(
-                step=m.step, bytes=m.total_bytes, own_bytes=own, shared_bytes=m.total_bytes - own,
-                items=len(m.items), world=m.world, created_ms=m.created_ms,
+                step=m.step,
+                bytes=m.total_bytes,
+                own_bytes=own,
+                shared_bytes=m.total_bytes - own,
+                items=len(m.items),
+                world=m.world,
+                created_ms=m.created_ms,
                 protected=tuple(sorted(n for n, step in protected.items() if step == m.step)),
-                metrics=dict(m.metrics), **_as_named(m),
+                metrics=dict(m.metrics),
+                **_as_named(m),
             )
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -87,13 +100,24 @@ def _as_named(manifest: Manifest) -> dict[str, Any]:  # Any: as the fields of St
 
 def table_of(rows: Sequence[StepRow]) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
     """Headings and cells. Checkpoints by name have the trainer's steps first."""
-    headings = ("step", "size", "own", "shared", "items", "world", "saved", "protected as",
-                "metrics")  # fmt: skip
+    headings = (
+        "step",
+        "size",
+        "own",
+        "shared",
+        "items",
+        "world",
+        "saved",
+        "protected as",
+        "metrics",
+    )
     cells = [row.cells() for row in rows]
     if not any(row.name for row in rows):
         return headings, cells
-    named = [("-" if row.global_step is None else row.global_step, row.name or "-", *rest)
-             for row, rest in zip(rows, cells, strict=True)]  # fmt: skip
+    named = [
+        ("-" if row.global_step is None else row.global_step, row.name or "-", *rest)
+        for row, rest in zip(rows, cells, strict=True)
+    ]
     return ("step", "name", "save", *headings[1:]), named
 
 
@@ -128,20 +152,29 @@ def described(
         boxes = items.get(leaf.item, [])
         if boxes:
             tensors[leaf.path] = {
-                "dtype": boxes[0].dtype, "shape": boxes[0].shape,
-                "bytes": tensor_bytes(boxes[0]), "stored_bytes": sum(i.length for i in boxes),
+                "dtype": boxes[0].dtype,
+                "shape": boxes[0].shape,
+                "bytes": tensor_bytes(boxes[0]),
+                "stored_bytes": sum(i.length for i in boxes),
                 "codec": boxes[0].codec,
                 "boxes": [[i.box.offsets, i.box.sizes] for i in boxes] if len(boxes) > 1 else [],
-            }  # fmt: skip
+            }
     raw = sum(facts["bytes"] for facts in tensors.values())
     stored = sum(facts["stored_bytes"] for facts in tensors.values())
     summary = {
-        "step": manifest.step, "created_ms": manifest.created_ms, "world": manifest.world,
-        "bytes": raw, "stored_bytes": stored, "compression_ratio": raw / stored if stored else 1.0,
-        "segments": len(manifest.segments), "losses_tolerated": losses_tolerated,
-        "session": manifest.session, "lineage": manifest.extra.get("lineage", {}),
-        "metrics": dict(manifest.metrics), "protected": list(protected),
-    }  # fmt: skip
+        "step": manifest.step,
+        "created_ms": manifest.created_ms,
+        "world": manifest.world,
+        "bytes": raw,
+        "stored_bytes": stored,
+        "compression_ratio": raw / stored if stored else 1.0,
+        "segments": len(manifest.segments),
+        "losses_tolerated": losses_tolerated,
+        "session": manifest.session,
+        "lineage": manifest.extra.get("lineage", {}),
+        "metrics": dict(manifest.metrics),
+        "protected": list(protected),
+    }
     return Description(tensors=tensors, values=values, summary=summary)
 
 
@@ -187,7 +220,10 @@ def _summary_text(found: Description) -> str:
     )
     for name in ("protected", "metrics", "lineage"):
         if said[name]:
-            shown = said[name] if isinstance(said[name], list) else [
-                f"{key} {value}" for key, value in said[name].items()]  # fmt: skip
+            shown = (
+                said[name]
+                if isinstance(said[name], list)
+                else [f"{key} {value}" for key, value in said[name].items()]
+            )
             text += f"{name}: {', '.join(map(str, shown))}\n"
     return text

@@ -82,9 +82,13 @@ class _Commands(TyperGroup):
         return found
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False,
-                  context_settings={"help_option_names": ["-h", "--help"]},
-                  help="Erasure-coded storage for training: data in, checkpoints out.")  # fmt: skip
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Erasure-coded storage for training: data in, checkpoints out.",
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -111,9 +115,13 @@ def _add(to: typer.Typer, commands: Commands, panel: str | None) -> None:
 objects = _group(OBJECT, "Store, read, list and delete objects.")
 devices = _group(DEVICE, "Add, drain, evict, readmit, replace and release devices.")
 for _name, _made in {
-    "object": objects, "device": devices, "checkpoint": checkpoints, "dataset": datasets,
-    "agent": agents, "health": health,
-}.items():  # fmt: skip
+    "object": objects,
+    "device": devices,
+    "checkpoint": checkpoints,
+    "dataset": datasets,
+    "agent": agents,
+    "health": health,
+}.items():
     app.add_typer(_made, name=_name, rich_help_panel=_GROUPS)
 _add(app, POOL, _POOL)
 _add(app, OBJECT, _OBJECT)

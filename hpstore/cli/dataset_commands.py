@@ -60,12 +60,25 @@ def ingest(
 
     with hpstore.open(pool) as opened, progress_bar("ingest") as bar:
         report = run(
-            opened, name, source, format=kind, fields=field or None, shuffle=shuffle, seed=seed,
-            on_error=on_error, max_skipped=max_skipped, workers=workers, resume=not restart,
-            overwrite=overwrite, layout=layout, shard_bytes=shard,
-            unit_bytes=unit, compression=compression or None,
-            check_images=check_images, progress=bar.samples,
-        )  # fmt: skip
+            opened,
+            name,
+            source,
+            format=kind,
+            fields=field or None,
+            shuffle=shuffle,
+            seed=seed,
+            on_error=on_error,
+            max_skipped=max_skipped,
+            workers=workers,
+            resume=not restart,
+            overwrite=overwrite,
+            layout=layout,
+            shard_bytes=shard,
+            unit_bytes=unit,
+            compression=compression or None,
+            check_images=check_images,
+            progress=bar.samples,
+        )
     if as_json:
         emit_json(report.as_dict())
     else:
@@ -101,22 +114,45 @@ def ls(pool: PoolName, as_json: Json = False) -> None:
         found, unfinished = list_datasets(opened), unfinished_ingests(opened)
     if as_json:
         rows: list[object] = [
-            {"name": d.name, "state": "damaged" if d.problem else "published", "samples": d.rows,
-             "bytes": d.record_bytes, "fields": list(d.fields or ()), "layout": d.layout,
-             "compression": d.compression, "fingerprint": d.fingerprint, "problem": d.problem}
+            {
+                "name": d.name,
+                "state": "damaged" if d.problem else "published",
+                "samples": d.rows,
+                "bytes": d.record_bytes,
+                "fields": list(d.fields or ()),
+                "layout": d.layout,
+                "compression": d.compression,
+                "fingerprint": d.fingerprint,
+                "problem": d.problem,
+            }
             for d in found
-        ]  # fmt: skip
-        cut = [{"name": name, "state": "unfinished", "samples": p.rows, "bytes": p.nbytes,
-                "skipped": len(p.skipped)} for name, p in unfinished.items()]  # fmt: skip
+        ]
+        cut = [
+            {
+                "name": name,
+                "state": "unfinished",
+                "samples": p.rows,
+                "bytes": p.nbytes,
+                "skipped": len(p.skipped),
+            }
+            for name, p in unfinished.items()
+        ]
         emit_json(rows + cut)
         return
     published = [
-        (d.name, f"damaged: {d.problem}" if d.problem else "published", d.rows,
-         format_bytes(d.record_bytes), ", ".join(d.fields or ()))
+        (
+            d.name,
+            f"damaged: {d.problem}" if d.problem else "published",
+            d.rows,
+            format_bytes(d.record_bytes),
+            ", ".join(d.fields or ()),
+        )
         for d in found
-    ]  # fmt: skip
-    cut_short = [(name, "unfinished ingest", p.rows, format_bytes(p.nbytes), "")
-                 for name, p in unfinished.items()]  # fmt: skip
+    ]
+    cut_short = [
+        (name, "unfinished ingest", p.rows, format_bytes(p.nbytes), "")
+        for name, p in unfinished.items()
+    ]
     table("", ("data set", "state", "samples", "size", "fields"), published + cut_short)
 
 
@@ -129,20 +165,30 @@ def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
     from hpstore.loaders import Dataset
 
     with hpstore.open(pool, read_only=True) as opened, Dataset(opened, name) as found:
-        keys = [found.shard_key(stream, shard) for stream in found.streams
-                for shard in range(stream.shard_count)]  # fmt: skip
+        keys = [
+            found.shard_key(stream, shard)
+            for stream in found.streams
+            for shard in range(stream.shard_count)
+        ]
         tolerated = min((opened.stat(key).losses_tolerated for key in keys), default=None)
         manifest, streams = found.manifest, found.streams
     facts = {
-        "name": name, "samples": manifest.rows, "layout": manifest.layout,
-        "compression": manifest.compression, "shards": len(keys), "parts": len(manifest.parts),
+        "name": name,
+        "samples": manifest.rows,
+        "layout": manifest.layout,
+        "compression": manifest.compression,
+        "shards": len(keys),
+        "parts": len(manifest.parts),
         "unit_bytes": {s.name: s.unit_bytes for s in streams},
         "bytes": sum(int(s.payload_bytes.sum()) for s in streams),
-        "losses_tolerated": tolerated, "shuffle_seed": manifest.shuffle_seed,
+        "losses_tolerated": tolerated,
+        "shuffle_seed": manifest.shuffle_seed,
         "fingerprint": manifest.fingerprint,
-    }  # fmt: skip
-    fields = {n: {"dtype": f.dtype, "shape": list(f.shape), "kind": str(f.kind)}
-              for n, f in manifest.fields.items()}  # fmt: skip
+    }
+    fields = {
+        n: {"dtype": f.dtype, "shape": list(f.shape), "kind": str(f.kind)}
+        for n, f in manifest.fields.items()
+    }
     if as_json:
         emit_json({**facts, "fields": fields, "metadata": manifest.metadata})
         return
@@ -176,9 +222,12 @@ def verify(pool: PoolName, name: Name, as_json: Json = False) -> None:
 def _show_verified(report: DatasetReport) -> None:
     sys.stdout.write(
         f"{report.name}: {report.samples} samples, {format_bytes(report.bytes)} read: "
-        + ("clean\n" if report.clean else
-           f"{report.bad_count} bad samples, {report.problem_count} other problems\n")
-    )  # fmt: skip
+        + (
+            "clean\n"
+            if report.clean
+            else f"{report.bad_count} bad samples, {report.problem_count} other problems\n"
+        )
+    )
     for sample in report.bad_samples[:_SHOWN]:
         sys.stdout.write(f"BAD sample {sample}\n")
     for problem in report.problems[:_SHOWN]:

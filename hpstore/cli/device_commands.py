@@ -43,9 +43,12 @@ def add(
 
 
 def evict(
-    pool: PoolName, device: DeviceName, force: Force = False, yes: Yes = False,
+    pool: PoolName,
+    device: DeviceName,
+    force: Force = False,
+    yes: Yes = False,
     as_json: Json = False,
-) -> None:  # fmt: skip
+) -> None:
     """Remove a device at once; what it held counts as lost.
 
     hpstore evict pool.toml /mnt/b
@@ -57,13 +60,14 @@ def evict(
         unsafe = ", also what no other device can replace" if force else ""
         agree(f"evict {found.url}: what it holds counts as lost{unsafe}", yes=yes, named=True)
         opened.evict(found.device_id, force=force)
-    say({"device": found.device_id, "url": found.url, "state": "evicted"},
-        f"{device} is evicted; `hpstore rebuild` heals what it held", as_json=as_json)  # fmt: skip
+    say(
+        {"device": found.device_id, "url": found.url, "state": "evicted"},
+        f"{device} is evicted; `hpstore rebuild` heals what it held",
+        as_json=as_json,
+    )
 
 
-def drain(
-    pool: PoolName, device: DeviceName, rate: Rate = None, as_json: Json = False
-) -> None:  # fmt: skip
+def drain(pool: PoolName, device: DeviceName, rate: Rate = None, as_json: Json = False) -> None:
     """Move everything off a device, then evict it.
 
     hpstore drain pool.toml /mnt/b --rate 200MB
@@ -71,8 +75,11 @@ def drain(
     with hpstore.open(pool) as opened, progress_bar("drain") as bar:
         found = opened.admin.devices.find(device)
         moved = opened.drain(found.device_id, progress=bar.objects, rate_bytes_per_second=rate)
-    say({"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
-        f"{device} is drained and evicted; {moved} objects moved", as_json=as_json)  # fmt: skip
+    say(
+        {"device": found.device_id, "url": found.url, "state": "evicted", "objects_moved": moved},
+        f"{device} is drained and evicted; {moved} objects moved",
+        as_json=as_json,
+    )
 
 
 def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
@@ -85,16 +92,25 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
         files = opened.readmit(found.device_id)
         looked_after = agent_requests.looked_after(opened)
     given = agent_requests.order(pool, found.device_id, Command.READMIT) if looked_after else None
-    detail = "" if files is None else (
-        f": {files.kept} files kept, {files.removed} removed, {files.quarantined} in quarantine"
-    )  # fmt: skip
+    detail = (
+        ""
+        if files is None
+        else (
+            f": {files.kept} files kept, {files.removed} removed, {files.quarantined} in quarantine"
+        )
+    )
     facts = {
-        "device": found.device_id, "url": found.url, "state": "online",
+        "device": found.device_id,
+        "url": found.url,
+        "state": "online",
         "files": None if files is None else asdict(files),
         "agent": None if given is None else given.outcome,
-    }  # fmt: skip
-    say(facts, ("" if given is None else f"{given}\n") + f"{device} is online{detail}",
-        as_json=as_json)  # fmt: skip
+    }
+    say(
+        facts,
+        ("" if given is None else f"{given}\n") + f"{device} is online{detail}",
+        as_json=as_json,
+    )
 
 
 def replace(
@@ -117,21 +133,37 @@ def replace(
 
     with hpstore.open(pool) as opened, progress_bar("replace") as bar:
         done = replace_device(
-            opened, old, new, domain=domain, rate_bytes_per_second=rate,
-            progress=bar.objects, allow_root_disk=allow_root_disk,
-        )  # fmt: skip
+            opened,
+            old,
+            new,
+            domain=domain,
+            rate_bytes_per_second=rate,
+            progress=bar.objects,
+            allow_root_disk=allow_root_disk,
+        )
         note_shared_disks(opened.admin.devices.answering_places())
     facts = {
-        "old": done.old.device_id, "new": done.new, "url": done.old.url, "moved": done.moved,
-        "disk": done.location.disk, "serial": done.location.serial, "by_id": done.location.by_id,
+        "old": done.old.device_id,
+        "new": done.new,
+        "url": done.old.url,
+        "moved": done.moved,
+        "disk": done.location.disk,
+        "serial": done.location.serial,
+        "by_id": done.location.by_id,
         "report": None if done.report is None else done.report.as_dict(),
-    }  # fmt: skip
-    made = f"{done.moved} objects moved" if done.report is None else (
-        f"it did not answer, {done.report.rebuilt + done.report.relaid} objects rebuilt"
-    )  # fmt: skip
-    say(facts, f"{new} is device {done.new[:8]} in the place of {done.old.device_id[:8]}: {made}\n"
+    }
+    made = (
+        f"{done.moved} objects moved"
+        if done.report is None
+        else (f"it did not answer, {done.report.rebuilt + done.report.relaid} objects rebuilt")
+    )
+    say(
+        facts,
+        f"{new} is device {done.new[:8]} in the place of {done.old.device_id[:8]}: {made}\n"
         f"the old disk: {done.location}\n"
-        f"`hpstore release` says when it can be taken out", as_json=as_json)  # fmt: skip
+        f"`hpstore release` says when it can be taken out",
+        as_json=as_json,
+    )
     report = done.report
     if report is not None and (report.unreadable or report.failed or report.stuck):
         raise typer.Exit(UNMENDED_EXIT_CODE)
@@ -159,15 +191,22 @@ def release(
                 writer.admin.devices.begin_release(member.device_id)
         holders, location = wait_released(opened, member, wait), locate(member.url)
     facts = {
-        "device": member.device_id, "url": member.url, "free": not holders, "disk": location.disk,
-        "serial": location.serial, "by_id": location.by_id,
+        "device": member.device_id,
+        "url": member.url,
+        "free": not holders,
+        "disk": location.disk,
+        "serial": location.serial,
+        "by_id": location.by_id,
         "open_in": [{"pid": h.pid, "command": h.command, "files": h.files} for h in holders],
-    }  # fmt: skip
+    }
     left = "has left the pool" if member.left else "is released, until `hpstore readmit`"
     lines = [f"{member.url} {left}: {location}"]
     lines += [f"process {h.pid} ({h.command}) has {h.files} files open there" for h in holders]
-    lines.append("end these or let them close their readers, then unmount it" if holders else
-                 "nothing that this user may see has it open: unmount it")  # fmt: skip
+    lines.append(
+        "end these or let them close their readers, then unmount it"
+        if holders
+        else "nothing that this user may see has it open: unmount it"
+    )
     say(facts, "\n".join(lines), as_json=as_json)
     if holders:
         raise typer.Exit(UNMENDED_EXIT_CODE)

@@ -63,10 +63,15 @@ class DurabilityReport:
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         poisson = {**asdict(self.window), "nines": _finite(nines(self.window.loss))}
-        simulated = None if self.simulated is None else {
-            **asdict(self.simulated), "nines": _finite(nines(in_a_year(self.simulated.value))),
-            "seed": self.seed,
-        }  # fmt: skip
+        simulated = (
+            None
+            if self.simulated is None
+            else {
+                **asdict(self.simulated),
+                "nines": _finite(nines(in_a_year(self.simulated.value))),
+                "seed": self.seed,
+            }
+        )
         return {
             **asdict(self.group),
             "groups": self.groups,
@@ -193,9 +198,7 @@ def _simulated(group: Group, groups: int, paths: int, seed: int) -> Estimate | N
     if not paths:
         return None
     found = split(group, paths=paths, rng=np.random.default_rng(seed))
-    return Estimate(
-        value=found.value * groups, low=found.low * groups, high=found.high * groups
-    )  # fmt: skip
+    return Estimate(value=found.value * groups, low=found.low * groups, high=found.high * groups)
 
 
 def _show(answer: DurabilityReport, size: int) -> None:
@@ -214,9 +217,12 @@ def _show(answer: DurabilityReport, size: int) -> None:
     if answer.simulated is not None:
         found = answer.simulated
         rows.append(
-            (f"splitting, seed {answer.seed}: {found.low:.3e} to {found.high:.3e}",
-             f"{in_a_year(found.value):.3e}", f"{nines(in_a_year(found.value)):.2f}")
-        )  # fmt: skip
+            (
+                f"splitting, seed {answer.seed}: {found.low:.3e} to {found.high:.3e}",
+                f"{in_a_year(found.value):.3e}",
+                f"{nines(in_a_year(found.value)):.2f}",
+            )
+        )
     any_window = in_a_year(
         -math.log1p(-poisson.loss) if poisson.loss < 1 else math.inf, answer.groups
     )

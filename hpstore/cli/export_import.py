@@ -48,10 +48,18 @@ def export(
     with hpstore.open(pool, read_only=True) as opened, progress_bar("export") as bar:
         steps = steps_of(opened, prefix)
         report = export_checkpoint(
-            opened, steps.prefix, resolved(steps, step), target, format=kind, keys=keys,
-            strip=strip, max_shard_bytes=max_shard, rank=rank, force=replaces,
+            opened,
+            steps.prefix,
+            resolved(steps, step),
+            target,
+            format=kind,
+            keys=keys,
+            strip=strip,
+            max_shard_bytes=max_shard,
+            rank=rank,
+            force=replaces,
             progress=bar.of_bytes,
-        )  # fmt: skip
+        )
     if as_json:
         emit_json(report.as_dict())
         return
@@ -91,9 +99,17 @@ def import_(
 
     with hpstore.open(pool) as opened, progress_bar("import") as bar:
         report = import_checkpoint(
-            opened, prefix, step, source, format=kind, under=under, allow_pickle=allow_pickle,
-            overwrite=overwrite, take_over=take_over, progress=bar.of_bytes,
-        )  # fmt: skip
+            opened,
+            prefix,
+            step,
+            source,
+            format=kind,
+            under=under,
+            allow_pickle=allow_pickle,
+            overwrite=overwrite,
+            take_over=take_over,
+            progress=bar.of_bytes,
+        )
     if as_json:
         emit_json(report.as_dict())
         return

@@ -36,9 +36,11 @@ def run(
     if as_json:
         # a verdict is kept for a whole file system: it names the directory that was looked at first
         emit_json(
-            [{**found.as_dict(), "directory": asked}
-             for asked, found in zip(directories, verdicts, strict=True)]
-        )  # fmt: skip
+            [
+                {**found.as_dict(), "directory": asked}
+                for asked, found in zip(directories, verdicts, strict=True)
+            ]
+        )
         return
     rows = []
     for asked, found in zip(directories, verdicts, strict=True):

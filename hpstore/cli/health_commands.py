@@ -69,14 +69,17 @@ def train(
     agree_to_replace(out, yes=yes, named=True)
     bad = BadRows()
     gathered = _load(files, bad, family, memory)
-    options = TrainOptions(horizon_days=horizon_days, folds=folds, trees=trees, seed=seed,
-                           min_failures=min_failures)  # fmt: skip
+    options = TrainOptions(
+        horizon_days=horizon_days, folds=folds, trees=trees, seed=seed, min_failures=min_failures
+    )
     with progress_bar("train") as bar:
         model = learn(
-            gathered, until=_split(gathered, until), files=[path.name for path in files],
+            gathered,
+            until=_split(gathered, until),
+            files=[path.name for path in files],
             options=options,
             step=bar.steps,
-        )  # fmt: skip
+        )
     evaluation, unevaluated = _evaluated(model, gathered, seed)
     card = (
         model.card if evaluation is None else replace(model.card, evaluation=evaluation.as_dict())
@@ -84,8 +87,14 @@ def train(
     with output_file(out) as target:
         target.write(replace(model, card=card).to_json().encode())
     if as_json:
-        emit_json({"model": str(out), "card": card.as_dict(), "bad_rows": bad.as_dict(),
-                   "not_evaluated": unevaluated})  # fmt: skip
+        emit_json(
+            {
+                "model": str(out),
+                "card": card.as_dict(),
+                "bad_rows": bad.as_dict(),
+                "not_evaluated": unevaluated,
+            }
+        )
         return
     _show_trained(model, str(out), bad, evaluation or unevaluated)
 
@@ -149,8 +158,9 @@ def evaluate(
 
     bad, loaded = BadRows(), load_model(str(model))
     gathered = _load(files, bad, family, memory)
-    found = judge(loaded, gathered, far=far, resamples=resamples, healthy_share=healthy_share,
-                  seed=seed)  # fmt: skip
+    found = judge(
+        loaded, gathered, far=far, resamples=resamples, healthy_share=healthy_share, seed=seed
+    )
     if as_json:
         emit_json({**found.as_dict(), "bad_rows": bad.as_dict()})
         return
@@ -234,9 +244,13 @@ def _load(files: list[Path], bad: BadRows, family: str | None, memory: int) -> G
     total = 2 * stored_bytes(paths)
     with progress_bar("read") as bar:
         gathered = load_histories(
-            paths, bad=bad, salt=_SALT, memory_bytes=memory, family=family,
+            paths,
+            bad=bad,
+            salt=_SALT,
+            memory_bytes=memory,
+            family=family,
             progress=lambda count: bar.advance(count, total),
-        )  # fmt: skip
+        )
     if gathered.healthy_share < 1:
         sys.stderr.write(
             f"hpstore: note: {100 * gathered.healthy_share:.1f} % of the healthy drives fit into "
@@ -257,8 +271,10 @@ def _show_bad(bad: BadRows) -> None:
 def _show_card(model: ForecastModel, path: str) -> None:
     card = model.card
     rows = [(name, facts.drives, facts.failed, "covered") for name, facts in card.families.items()]
-    rows += [(name, facts.drives, facts.failed, "left out: too few failures")
-             for name, facts in card.left_out.items()]  # fmt: skip
+    rows += [
+        (name, facts.drives, facts.failed, "left out: too few failures")
+        for name, facts in card.left_out.items()
+    ]
     table("", ("family", "drives", "failed", ""), rows)
     sys.stdout.write(
         f"{path}: failures within {card.horizon_days} days, learned from {card.known_from} to "
@@ -277,8 +293,9 @@ def _show_evaluation(found: ForecastEvaluation) -> None:
     rows.append(("spec flags", *_cells(found.flags), ""))
     table(
         f"FDR at FAR <= {found.far:g}, by drive",
-        ("score", "FDR", "95 %", "FAR", "lead days (quartiles)", "precision", "FDR over sum"), rows,
-    )  # fmt: skip
+        ("score", "FDR", "95 %", "FAR", "lead days (quartiles)", "precision", "FDR over sum"),
+        rows,
+    )
     sys.stdout.write(
         f"{found.failed_drives} drives that failed and {found.healthy_drives} that lived, "
         f"{found.after} to {found.until}; {found.no_signal} of the failed ones never had a sign. A "
@@ -294,9 +311,11 @@ def _show_evaluation(found: ForecastEvaluation) -> None:
 def _cells(found: AlarmOutcome) -> tuple[str, ...]:
     lead = found.lead_days
     return (
-        f"{found.fdr:.3f}", f"{found.fdr_interval.low:.3f}-{found.fdr_interval.high:.3f}",
+        f"{found.fdr:.3f}",
+        f"{found.fdr_interval.low:.3f}-{found.fdr_interval.high:.3f}",
         f"{found.far:.4f}",
-        "" if lead is None else
-        f"{lead.quartile_1:.1f} / {lead.median:.1f} / {lead.quartile_3:.1f}",
+        ""
+        if lead is None
+        else f"{lead.quartile_1:.1f} / {lead.median:.1f} / {lead.quartile_3:.1f}",
         "" if found.precision_rescaled is None else f"{found.precision_rescaled:.3f}",
-    )  # fmt: skip
+    )

@@ -22,17 +22,22 @@ _ORDER = list(Risk)
 
 
 def report_files(
-    forecaster: FailureForecaster, gathered: Gathered, bad: BadRows, *, everything: bool,
+    forecaster: FailureForecaster,
+    gathered: Gathered,
+    bad: BadRows,
+    *,
+    everything: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Drives of files on their last day; those that have failed are only counted."""
     living = [h for h in gathered.histories if h.failed_day is None]
     found = [forecaster.judge(h) for h in living]
     found.sort(key=lambda f: (-_ORDER.index(f.risk), -(f.rule_score or 0.0), f.serial))
     failed = len(gathered.histories) - len(living)
     if as_json:
-        emit_json({"drives": [f.as_dict() for f in found], "failed": failed,
-                   "bad_rows": bad.as_dict()})  # fmt: skip
+        emit_json(
+            {"drives": [f.as_dict() for f in found], "failed": failed, "bad_rows": bad.as_dict()}
+        )
         return
     shown = [f for f in found if everything or f.risk is not Risk.NONE]
     if shown:
@@ -56,18 +61,25 @@ def report_machine(
         before = recorded(record, bad)
         for line in bad.named:
             sys.stderr.write(f"LEFT OUT {line}\n")
-        new = [r for r in answered
-               if r.serial not in before or int(before[r.serial].days[-1]) != today]  # fmt: skip
+        new = [
+            r for r in answered if r.serial not in before or int(before[r.serial].days[-1]) != today
+        ]
         records.append(str(record), today, new)
     activity = read_diskstats()
     judged = [(r, judge_reading(forecaster, r, before.get(r.serial), today)) for r in readings]
     if as_json:
-        emit_json([
-            {**r.as_dict(), "forecast": None if f is None else f.as_dict(),
-             "activity": asdict(activity[name]) if (name := os.path.basename(r.device)) in activity
-             else None}
-            for r, f in judged
-        ])  # fmt: skip
+        emit_json(
+            [
+                {
+                    **r.as_dict(),
+                    "forecast": None if f is None else f.as_dict(),
+                    "activity": asdict(activity[name])
+                    if (name := os.path.basename(r.device)) in activity
+                    else None,
+                }
+                for r, f in judged
+            ]
+        )
         return
     if not readings:
         sys.stdout.write("no disk in /sys/block\n")
@@ -84,10 +96,22 @@ def report_machine(
 
 def _show(rows: Sequence[tuple[str, Forecast | None]]) -> None:
     table(
-        "", ("drive", "family", "day", "risk", "rule score", "forecast", "because"),
-        [(name, f.family, f.day, f.risk, "" if f.rule_score is None else f"{f.rule_score:.1f}",
-          _said(f), "; ".join(f.reasons)) for name, f in rows if f is not None],
-    )  # fmt: skip
+        "",
+        ("drive", "family", "day", "risk", "rule score", "forecast", "because"),
+        [
+            (
+                name,
+                f.family,
+                f.day,
+                f.risk,
+                "" if f.rule_score is None else f"{f.rule_score:.1f}",
+                _said(f),
+                "; ".join(f.reasons),
+            )
+            for name, f in rows
+            if f is not None
+        ],
+    )
 
 
 def _said(found: Forecast) -> str:

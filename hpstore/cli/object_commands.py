@@ -71,9 +71,12 @@ def put(
             if_absent=if_absent,
             progress=lambda count: bar.advance(count, total),
         )
-    say(info.as_dict(),
+    say(
+        info.as_dict(),
         f"{key}: {format_bytes(info.size)} as {info.data}+{info.parity}, "
-        f"{info.losses_tolerated} more devices may be lost", as_json=as_json)  # fmt: skip
+        f"{info.losses_tolerated} more devices may be lost",
+        as_json=as_json,
+    )
 
 
 def _agree_to_replace(pool: str, key: str) -> None:
@@ -138,8 +141,9 @@ def _get(opened: hpstore.Pool, key: str, file: Path, wanted: str | None) -> int:
             if reader.version != version:
                 raise VersionConflict(
                     f"object {key!r} was replaced while it was read; the {start} bytes that were "
-                    "written are of the version before. Get it again.", key=key,
-                )  # fmt: skip
+                    "written are of the version before. Get it again.",
+                    key=key,
+                )
             out.write(memoryview(buffer)[:count])
             bar.advance(count, size)
     return size
@@ -166,13 +170,24 @@ def ls(
         found = [(key, facts) for key in keys if (facts := _stat(opened, key)) is not None]
     unreadable = sum(isinstance(facts, str) for _, facts in found)
     if as_json:
-        emit_json([{"key": key, "error": facts} if isinstance(facts, str) else facts.as_dict()
-                   for key, facts in found])  # fmt: skip
+        emit_json(
+            [
+                {"key": key, "error": facts} if isinstance(facts, str) else facts.as_dict()
+                for key, facts in found
+            ]
+        )
     else:
-        rows = [(key, "?", "?", facts) if isinstance(facts, str) else (
-                    key, format_bytes(facts.size), f"{facts.data}+{facts.parity}",
-                    facts.losses_tolerated)
-                for key, facts in found]  # fmt: skip
+        rows = [
+            (key, "?", "?", facts)
+            if isinstance(facts, str)
+            else (
+                key,
+                format_bytes(facts.size),
+                f"{facts.data}+{facts.parity}",
+                facts.losses_tolerated,
+            )
+            for key, facts in found
+        ]
         table("", ("key", "size", "layout", "losses tolerated"), rows)
     if unreadable:
         sys.stderr.write(f"hpstore: {unreadable} of {len(found)} objects cannot be read\n")
@@ -216,8 +231,15 @@ def versions(pool: PoolName, key: Key, as_json: Json = False) -> None:
     elif not found:
         sys.stdout.write(f"no version of {key}\n")
     else:
-        rows = [(v.version, f"{v.standing}{', current' * v.current}", f"{v.columns} ({v.needed})",
-                 time.strftime("%F %T", time.localtime(v.written))) for v in found]  # fmt: skip
+        rows = [
+            (
+                v.version,
+                f"{v.standing}{', current' * v.current}",
+                f"{v.columns} ({v.needed})",
+                time.strftime("%F %T", time.localtime(v.written)),
+            )
+            for v in found
+        ]
         table("", ("version", "standing", "columns (needed)", "written"), rows)
 
 

@@ -160,7 +160,7 @@ def show_report(what: str, report: RebuildReport) -> None:
     if report.waiting:
         sys.stdout.write(
             "evict the missing devices if they are gone for good, then rebuild again\n"
-        )  # fmt: skip
+        )
 
 
 def show_rebalance(report: RebalanceReport) -> None:

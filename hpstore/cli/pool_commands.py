@@ -58,10 +58,17 @@ def create(
     hpstore create pool.toml --scheme 4+2 /mnt/a /mnt/b /mnt/c /mnt/d /mnt/e /mnt/f
     """
     pool = hpstore.create(
-        devices, data=data, parity=parity, scheme=scheme, config=config, name=name, domains=domain,
-        unit_bytes=unit, settings=sharing(group, mode),
+        devices,
+        data=data,
+        parity=parity,
+        scheme=scheme,
+        config=config,
+        name=name,
+        domains=domain,
+        unit_bytes=unit,
+        settings=sharing(group, mode),
         allow_root_disk=allow_root_disk,
-    )  # fmt: skip
+    )
     if name is not None and os.environ.get(VARIABLE):
         sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")
     with pool:
@@ -129,12 +136,25 @@ def _show(opened: hpstore.Pool, pool: str, *, past: bool, verbose: bool, as_json
     scrubbed_ms = opened.admin.last_scrub_ms()
     verdict = verdict_of(found, pool, agent)
     if as_json:
-        emit_json({**found.as_dict(), "verdict": verdict.level.word, "reason": verdict.reason,
-                   "next_command": verdict.command, "last_scrub_ms": scrubbed_ms})  # fmt: skip
+        emit_json(
+            {
+                **found.as_dict(),
+                "verdict": verdict.level.word,
+                "reason": verdict.reason,
+                "next_command": verdict.command,
+                "last_scrub_ms": scrubbed_ms,
+            }
+        )
     else:
         grace = 0.0 if agent is None else _grace_seconds(opened)
-        show_status(found, pool=pool, agent=agent, scrubbed_ms=scrubbed_ms, grace_seconds=grace,
-                    verbose=verbose)  # fmt: skip
+        show_status(
+            found,
+            pool=pool,
+            agent=agent,
+            scrubbed_ms=scrubbed_ms,
+            grace_seconds=grace,
+            verbose=verbose,
+        )
     return verdict.level
 
 
@@ -148,8 +168,14 @@ def _show_closed(pool: str, error: TooFewDevices, *, as_json: bool) -> Level:
     """The verdict on a pool that cannot be opened; the error has the devices."""
     verdict = verdict_of_closed(pool)
     if as_json:
-        emit_json({"verdict": verdict.level.word, "reason": verdict.reason,
-                   "next_command": verdict.command, "problem": str(error)})  # fmt: skip
+        emit_json(
+            {
+                "verdict": verdict.level.word,
+                "reason": verdict.reason,
+                "next_command": verdict.command,
+                "problem": str(error),
+            }
+        )
     else:
         show_verdict(f"pool {pool}", verdict, "", 0)
     return verdict.level
@@ -172,9 +198,11 @@ def rebuild(
     """
     with hpstore.open(pool) as opened, progress_bar("rebuild") as bar:
         report = opened.rebuild(
-            progress=bar.objects, rate_bytes_per_second=rate,
-            include_missing=include_missing, everything=everything,
-        )  # fmt: skip
+            progress=bar.objects,
+            rate_bytes_per_second=rate,
+            include_missing=include_missing,
+            everything=everything,
+        )
     _finish("rebuild", report, as_json)
 
 

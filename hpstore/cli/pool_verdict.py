@@ -10,9 +10,15 @@ from enum import IntEnum
 from hpstore.pool.status import DeviceStatus, PoolStatus
 
 _SICK = "faulted"
-_WORK = {"rebuild": "rebuilding", "scrub": "scrubbing", "rebalance": "rebalancing",
-         "drain": "draining", "evict": "evicting", "heal": "evicting",
-         "readmit": "readmitting"}  # fmt: skip
+_WORK = {
+    "rebuild": "rebuilding",
+    "scrub": "scrubbing",
+    "rebalance": "rebalancing",
+    "drain": "draining",
+    "evict": "evicting",
+    "heal": "evicting",
+    "readmit": "readmitting",
+}
 
 
 class Level(IntEnum):
@@ -100,17 +106,20 @@ def number(row: Mapping[str, object], name: str) -> float:
 def verdict_of(status: PoolStatus, pool: str, agent: AgentSight | None) -> Verdict:
     """The verdict on a pool that is open. `pool`: as the user calls it, for the command."""
     command, advice = _next(status, shlex.quote(pool), agent)
-    return Verdict(level=_level(status, agent), reason=_reason(status), command=command,
-                   advice=advice)  # fmt: skip
+    return Verdict(
+        level=_level(status, agent), reason=_reason(status), command=command, advice=advice
+    )
 
 
 def verdict_of_closed(pool: str) -> Verdict:
     """That on a pool that too few devices answer for: the error names them."""
     command = f"hpstore status {shlex.quote(pool)}"
     return Verdict(
-        level=Level.AT_RISK, reason="too few devices answer, so it cannot be opened",
-        command=command, advice=f"bring devices back, then {command}",
-    )  # fmt: skip
+        level=Level.AT_RISK,
+        reason="too few devices answer, so it cannot be opened",
+        command=command,
+        advice=f"bring devices back, then {command}",
+    )
 
 
 def _level(status: PoolStatus, agent: AgentSight | None) -> Level:
@@ -146,8 +155,11 @@ def _reason(status: PoolStatus) -> str:
         first = f"{count or 'no'} more device{'s' * (count > 1)} may fail"
     else:
         first = f"{count} device{'s' * (count > 1)} may fail"
-    notes = [f"{count} {state}" for state in ("read-only", "draining")
-             if (count := _count(status, state))]  # fmt: skip
+    notes = [
+        f"{count} {state}"
+        for state in ("read-only", "draining")
+        if (count := _count(status, state))
+    ]
     if released := sum(device.released for device in status.devices):
         notes.append(f"{released} released for maintenance")
     if not status.effective_data:

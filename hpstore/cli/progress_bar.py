@@ -90,8 +90,14 @@ def progress_bar(what: str) -> Iterator[Bar]:
     """A bar for what is done inside; gone at the end."""
     console = Console(stderr=True)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"),
-        TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as shown:  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TextColumn("{task.fields[rate]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as shown:
         yield Bar(what, shown)

@@ -27,16 +27,25 @@ _CROPPED = "\N{HORIZONTAL ELLIPSIS}"
 
 
 def show_status(
-    status: PoolStatus, *, pool: str = "", agent: AgentSight | None = None,
-    scrubbed_ms: int | None = None, grace_seconds: float = 0.0, verbose: bool = False,
-) -> None:  # fmt: skip
+    status: PoolStatus,
+    *,
+    pool: str = "",
+    agent: AgentSight | None = None,
+    scrubbed_ms: int | None = None,
+    grace_seconds: float = 0.0,
+    verbose: bool = False,
+) -> None:
     """A pool's status on standard output, no wider than its terminal. `pool`: as the user calls it;
     `grace_seconds`: after which the agent evicts a device that does not answer."""
     verdict = verdict_of(status, pool or status.name, agent)
     console = StdoutConsole(highlight=False, soft_wrap=True)
     width = console.width if sys.stdout.isatty() else 0
-    show_verdict(f"pool {status.name}  {status.data}+{status.parity}", verdict,
-                 str(agent or "agent: none on this node"), width)  # fmt: skip
+    show_verdict(
+        f"pool {status.name}  {status.data}+{status.parity}",
+        verdict,
+        str(agent or "agent: none on this node"),
+        width,
+    )
     lines = [_figures(status, scrubbed_ms, width)]
     lines += device_lines(status.devices, agent, width, grace_seconds)
     lines += _warnings(status, agent)
@@ -61,8 +70,10 @@ def _figures(status: PoolStatus, scrubbed_ms: int | None, width: int) -> str:
         f"disks {format_bytes(status.used_bytes)} of {format_bytes(status.capacity_bytes)} used "
         f"({share:.0%}), room for {format_bytes(status.usable_bytes)} of data",
         f"objects {status.objects:,}: {status.degraded:,} short of parity, "
-        f"{status.unreadable:,} unreadable" if status.objects else "no objects yet",
-    ]  # fmt: skip
+        f"{status.unreadable:,} unreadable"
+        if status.objects
+        else "no objects yet",
+    ]
     if scrubbed_ms is not None:
         ago = max(0.0, time.time() - scrubbed_ms / 1000)
         parts.append(f"last scrub {_lasting(ago)} ago" if scrubbed_ms else "never scrubbed")
@@ -79,19 +90,26 @@ def _lasting(seconds: float) -> str:
 
 
 def device_lines(
-    devices: Sequence[DeviceStatus], agent: AgentSight | None, width: int,
+    devices: Sequence[DeviceStatus],
+    agent: AgentSight | None,
+    width: int,
     grace_seconds: float = 0.0,
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """A table of devices. Where `width` (0: any) is too narrow, a directory that they share stands
     above it, and notes are cropped and whole below it: no row is wrapped."""
     seen = {} if agent is None else agent.devices
     latencies = _latencies(seen)
     rows = [
-        (d.device[:8], d.url, _state(d, agent),
-         format_bytes(d.free_bytes) if d.total_bytes else "-", latencies.get(d.device, "-"),
-         _note(d, seen.get(d.device, {}), grace_seconds))
+        (
+            d.device[:8],
+            d.url,
+            _state(d, agent),
+            format_bytes(d.free_bytes) if d.total_bytes else "-",
+            latencies.get(d.device, "-"),
+            _note(d, seen.get(d.device, {}), grace_seconds),
+        )
         for d in devices
-    ]  # fmt: skip
+    ]
     if not width or max(map(len, _laid_out(rows))) <= width:
         return _laid_out(rows)
     above = shared_directory([row[_PATH] for row in rows])
@@ -99,8 +117,11 @@ def device_lines(
     lines = [f"devices are in {above}"] if above else []
     cropped = _cropped(rows, width)
     lines += _laid_out(cropped)
-    lines += [f"{row[0]}: {row[_NOTE]}" for row, shown in zip(rows, cropped, strict=True)
-              if row[_NOTE] != shown[_NOTE]]  # fmt: skip
+    lines += [
+        f"{row[0]}: {row[_NOTE]}"
+        for row, shown in zip(rows, cropped, strict=True)
+        if row[_NOTE] != shown[_NOTE]
+    ]
     return lines
 
 
@@ -184,8 +205,10 @@ def _warnings(status: PoolStatus, agent: AgentSight | None) -> list[str]:
         takes = "no new data fits" if not status.effective_data else "they take no new columns"
         lines.append(f"FULL: {full} of {len(status.devices)} devices have no room left, {takes}")
     if 0 < status.effective_data < status.data:
-        lines.append(f"new objects are {status.effective_data}+{status.parity}: "
-                     f"{status.data}+{status.parity} needs more devices")  # fmt: skip
+        lines.append(
+            f"new objects are {status.effective_data}+{status.parity}: "
+            f"{status.data}+{status.parity} needs more devices"
+        )
     if status.sharing:
         lines.append(sharing_note([d.url for d in status.devices if d.url in status.sharing]))
     if status.past:

@@ -32,8 +32,13 @@ _DECISIONS = 8
 _BARS = "▁▂▃▄▅▆▇█"
 _BAR_VALUES = 24
 _WHY = ("problem", "refused", "process_reason")  # the first that is there
-_STYLES = {"online": "green", "faulted": "red", "removed": "red", "evicted": "red",
-           "missing": "red"}  # fmt: skip
+_STYLES = {
+    "online": "green",
+    "faulted": "red",
+    "removed": "red",
+    "evicted": "red",
+    "missing": "red",
+}
 # of JSON: every part is checked by its type
 Row = Mapping[str, object]
 
@@ -75,9 +80,12 @@ def pool_view(status: PoolStatus, pool: str) -> RenderableType:
         rows.add_column(name, overflow="fold")
     for device in status.devices:
         rows.add_row(
-            device.url, Text(device.state, _STYLES.get(device.state, "yellow")),
-            format_bytes(device.free_bytes), format_bytes(device.total_bytes), device.problem,
-        )  # fmt: skip
+            device.url,
+            Text(device.state, _STYLES.get(device.state, "yellow")),
+            format_bytes(device.free_bytes),
+            format_bytes(device.total_bytes),
+            device.problem,
+        )
     return Group(
         Text(f"{status.name} {status.data}+{status.parity}   {verdict}", "bold"),
         Text(" ".join(filter(None, (verdict.action, "(no agent runs on this node)")))),
@@ -97,19 +105,22 @@ def agent_view(status: Row) -> RenderableType:
     parts: list[RenderableType] = [
         Text(
             f"{status.get('pool')} {status.get('data')}+{status.get('parity')}, generation "
-            f"{status.get('generation')}, agent {status.get('process')}", "bold",
+            f"{status.get('generation')}, agent {status.get('process')}",
+            "bold",
         ),
         *([Text(f"devices are in {above}")] if above else []),
         _devices(status, above),
-    ]  # fmt: skip
+    ]
     parts += [Text(f"! {text}", "red") for text in _list(status, "warnings")]
     found = status.get("condition")
     if isinstance(found, Mapping):
-        parts.append(Text(
-            f"{found.get('objects')} objects: {found.get('degraded')} degraded, "
-            f"{found.get('unreadable')} unreadable now; {found.get('losses_tolerated')} more "
-            "devices may be lost"
-        ))  # fmt: skip
+        parts.append(
+            Text(
+                f"{found.get('objects')} objects: {found.get('degraded')} degraded, "
+                f"{found.get('unreadable')} unreadable now; {found.get('losses_tolerated')} more "
+                "devices may be lost"
+            )
+        )
         if status.get("condition_current") is False:
             parts.append(Text(LOOKING_AGAIN, "yellow"))
     put_off = status.get("put_off")
@@ -121,10 +132,12 @@ def agent_view(status: Row) -> RenderableType:
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=total or 1.0, completed=done, width=60))
         parts += [
-            Text(f"{job.get('kind')}: {job.get('reason')}; {done:.0f} of {total:.0f} objects, "
-                 f"{format_bytes(_number(job, 'bytes_per_second'))}/s"),
+            Text(
+                f"{job.get('kind')}: {job.get('reason')}; {done:.0f} of {total:.0f} objects, "
+                f"{format_bytes(_number(job, 'bytes_per_second'))}/s"
+            ),
             bar,
-        ]  # fmt: skip
+        ]
     decisions = _rows(status, "decisions")[:_DECISIONS]
     parts += [Text(_decided(said, urls), "dim") for said in decisions]
     return Group(*parts)
@@ -152,10 +165,11 @@ def _devices(status: Row, above: str) -> Table:
         rows.add_row(
             str(device.get("url")).removeprefix(above),
             _state(state, str(device.get("process_state") or "")),
-            format_seconds(probes[-1]) if probes else "", bars(probes),
+            format_seconds(probes[-1]) if probes else "",
+            bars(probes),
             f"{1 - free / total:.0%}" if total else "",
             str(next(filter(None, map(device.get, _WHY)), "")),
-        )  # fmt: skip
+        )
     return rows
 
 

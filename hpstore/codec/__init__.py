@@ -92,8 +92,8 @@ __all__ = [
     "BACKENDS",
     "Backend",
     "Coder",
-    "address_of",
     "ErasureCode",
+    "address_of",
     "choose_backend",
     "open_backend",
 ]

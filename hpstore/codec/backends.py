@@ -89,9 +89,13 @@ class IsalBackend:
         self._init_tables.restype = None
         self._encode = library.ec_encode_data
         self._encode.argtypes = [
-            ctypes.c_int, ctypes.c_int, ctypes.c_int,
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p,
-        ]  # fmt: skip
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+        ]
         self._encode.restype = None
         self.coder = lru_cache(maxsize=_KEPT_CODERS)(self._coder)
 
@@ -203,8 +207,10 @@ def self_test(backend: Backend) -> None:
     rows = [np.arange(i, i + 256, dtype=np.uint16).astype(np.uint8) * 7 for i in range(data)]
     generator = cauchy_matrix(data, parity)
     products = product_table()
-    want = [np.bitwise_xor.reduce([products[f][r] for f, r in zip(line, rows, strict=True)])
-            for line in generator[data:]]  # fmt: skip
+    want = [
+        np.bitwise_xor.reduce([products[f][r] for f, r in zip(line, rows, strict=True)])
+        for line in generator[data:]
+    ]
     made = [np.empty(256, np.uint8) for _ in range(parity)]
     back = [np.empty(256, np.uint8) for _ in range(2)]
     at = [row.ctypes.data for row in (*rows, *made, *back)]

@@ -87,9 +87,7 @@ def invert(matrix: Bytes) -> Bytes:
     return work[:, size:]
 
 
-def recovery_matrix(
-    data: int, parity: int, have: tuple[int, ...], want: tuple[int, ...]
-) -> Bytes:  # fmt: skip
+def recovery_matrix(data: int, parity: int, have: tuple[int, ...], want: tuple[int, ...]) -> Bytes:
     """(len(want), k): how to make columns `want` from the k columns `have`."""
     if len(have) != data:
         raise ValueError(f"{len(have)} columns given, {data} needed")

@@ -300,8 +300,10 @@ def raise_device_error(error: OSError, url: str, operation: str) -> NoReturn:
 def denied(error: OSError, url: str, operation: str) -> DeviceDenied:
     """The error for what this user may not do; noted as a lack of this process."""
     if "://" in url:
-        hint = (f"the user or the credentials of this process have no rights on {url}: "
-                f"{error.strerror or error}")  # fmt: skip
+        hint = (
+            f"the user or the credentials of this process have no rights on {url}: "
+            f"{error.strerror or error}"
+        )
     else:
         hint = rights_hint(denied_path(url, DIRECTORIES))
     note_lack(DeviceDenied, hint)

@@ -22,9 +22,14 @@ _MADE = os.O_CREAT | os.O_EXCL  # what is opened so is a new regular file
 _HOW_BYTES = 24  # of struct open_how
 # the types are said once: ctypes finds them out at each call else, for half of what the call takes
 _syscall = ctypes.CFUNCTYPE(
-    ctypes.c_long, ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t,
+    ctypes.c_long,
+    ctypes.c_long,
+    ctypes.c_int,
+    ctypes.c_char_p,
+    ctypes.c_void_p,
+    ctypes.c_size_t,
     use_errno=True,
-)(("syscall", ctypes.CDLL(None)))  # fmt: skip
+)(("syscall", ctypes.CDLL(None)))
 _supported = True
 SHARED = 0o077  # rights of other users
 
@@ -32,9 +37,7 @@ SHARED = 0o077  # rights of other users
 class _How(ctypes.Structure):
     """struct open_how."""
 
-    _fields_ = (
-        ("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64)
-    )  # fmt: skip
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
 
 
 @lru_cache(maxsize=64)
@@ -82,8 +85,9 @@ def _open(root: int, path: str, flags: int, mode: int) -> int:
         _supported = False  # the kernel or a sandbox has refused
         _log.warning(
             "openat2 is not available (%s): only the last component of a name on a device is "
-            "checked for symbolic links", os.strerror(number),
-        )  # fmt: skip
+            "checked for symbolic links",
+            os.strerror(number),
+        )
         return fd
     return os.open(path, flags, mode, dir_fd=root)
 

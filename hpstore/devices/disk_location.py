@@ -43,10 +43,15 @@ def locate(url: str, *, root: str = "/") -> Location:
         return Location(disk="", serial="", by_id=())
     name = os.path.basename(os.path.realpath(f"{root}{source.lstrip('/')}"))
     folder = f"{root}dev/disk/by-id"
-    by_id = [
-        f"/dev/disk/by-id/{link}" for link in sorted(os.listdir(folder))
-        if os.path.basename(os.path.realpath(f"{folder}/{link}")) == name
-    ] if os.path.isdir(folder) else []  # fmt: skip
+    by_id = (
+        [
+            f"/dev/disk/by-id/{link}"
+            for link in sorted(os.listdir(folder))
+            if os.path.basename(os.path.realpath(f"{folder}/{link}")) == name
+        ]
+        if os.path.isdir(folder)
+        else []
+    )
     block = os.path.realpath(f"{root}sys/class/block/{name}")
     whole = block if os.path.exists(f"{block}/queue") else os.path.dirname(block)
     serial = _text(f"{whole}/device/serial") or _text(f"{whole}/serial")
@@ -84,8 +89,9 @@ def openers(path: str, *, proc: str = "/proc") -> list[Opener]:
             links += [f"{proc}/{pid}/fd/{fd}" for fd in os.listdir(f"{proc}/{pid}/fd")]
         except OSError:
             continue  # another user's, or it has ended
-        count = sum(f"{_link(link).removesuffix(' (deleted)')}/".startswith(inside)
-                    for link in links)  # fmt: skip
+        count = sum(
+            f"{_link(link).removesuffix(' (deleted)')}/".startswith(inside) for link in links
+        )
         if count:
             found.append(Opener(pid=pid, command=_text(f"{proc}/{pid}/comm"), files=count))
     return found

@@ -44,10 +44,19 @@ _SILENT_SECONDS = 1.0  # without an end of any read, until somebody is asked whe
 _LOOKS = 16  # a timed batch's end is looked at in steps down to so small a part of it
 _PARAMS_WORDS, _SQ_WORDS, _CQ_WORDS = 30, slice(10, 20), slice(20, 30)  # struct io_uring_params
 _SQE = np.dtype(
-    [("opcode", "u1"), ("flags", "u1"), ("ioprio", "<u2"), ("fd", "<i4"), ("offset", "<u8"),
-     ("address", "<u8"), ("length", "<u4"), ("rw_flags", "<u4"), ("user_data", "<u8"),
-     ("unused", "<u8", (3,))]
-)  # fmt: skip
+    [
+        ("opcode", "u1"),
+        ("flags", "u1"),
+        ("ioprio", "<u2"),
+        ("fd", "<i4"),
+        ("offset", "<u8"),
+        ("address", "<u8"),
+        ("length", "<u4"),
+        ("rw_flags", "<u4"),
+        ("user_data", "<u8"),
+        ("unused", "<u8", (3,)),
+    ]
+)
 _CQE = np.dtype([("user_data", "<u8"), ("result", "<i4"), ("flags", "<u4")])
 
 
@@ -100,9 +109,12 @@ class Ring:
 
     def _map(self, size: int, offset: int) -> mmap.mmap:
         return mmap.mmap(
-            self._fd, size, mmap.MAP_SHARED | mmap.MAP_POPULATE,
-            mmap.PROT_READ | mmap.PROT_WRITE, offset=offset,
-        )  # fmt: skip
+            self._fd,
+            size,
+            mmap.MAP_SHARED | mmap.MAP_POPULATE,
+            mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=offset,
+        )
 
     def _call(self, number: int, *arguments: Any) -> int:
         found: int = self._libc.syscall(ctypes.c_long(number), *arguments)
@@ -111,11 +123,19 @@ class Ring:
         return found
 
     def read(
-        self, files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *,
-        seconds: float, keep: object, timed: bool = False,
-        hopeless: Callable[[Int64s], bool] | None = None, most: int = ENTRIES,
+        self,
+        files: Int64s,
+        offsets: Int64s,
+        addresses: Int64s,
+        lengths: Int64s,
+        *,
+        seconds: float,
+        keep: object,
+        timed: bool = False,
+        hopeless: Callable[[Int64s], bool] | None = None,
+        most: int = ENTRIES,
         landed: Landed | None = None,
-    ) -> RingBatch:  # fmt: skip
+    ) -> RingBatch:
         """Read lengths[i] bytes at offsets[i] of descriptor files[i] to addresses[i], all int64.
 
         Gives up when none has ended for `seconds`, when `hopeless(results)`, asked after each
@@ -132,9 +152,14 @@ class Ring:
         asked["user_data"] = np.arange(total)
         times = np.zeros(total) if timed else None
         rounds = self._rounds(
-            asked, results, times, seconds=seconds, hopeless=hopeless,
-            most=min(most, self.entries), told=landed is not None,
-        )  # fmt: skip
+            asked,
+            results,
+            times,
+            seconds=seconds,
+            hopeless=hopeless,
+            most=min(most, self.entries),
+            told=landed is not None,
+        )
         try:
             for fresh in rounds:
                 if landed is not None:
@@ -146,9 +171,16 @@ class Ring:
         return RingBatch(results, late, times)
 
     def _rounds(
-        self, asked: npt.NDArray[np.void], results: Int64s, times: Float64s | None, *,
-        seconds: float, hopeless: Callable[[Int64s], bool] | None, most: int, told: bool,
-    ) -> Iterator[Int64s]:  # fmt: skip
+        self,
+        asked: npt.NDArray[np.void],
+        results: Int64s,
+        times: Float64s | None,
+        *,
+        seconds: float,
+        hopeless: Callable[[Int64s], bool] | None,
+        most: int,
+        told: bool,
+    ) -> Iterator[Int64s]:
         """Make the reads and yield those that have just ended, each once.
 
         `told`: the caller works on these while others are in flight. Ends early, with results that
@@ -184,9 +216,12 @@ class Ring:
         yield fresh
 
     def _enter_patiently(
-        self, least: int, seconds: float, hopeless: Callable[[Int64s], bool] | None,
+        self,
+        least: int,
+        seconds: float,
+        hopeless: Callable[[Int64s], bool] | None,
         results: Int64s,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """As _enter, in steps of silence, until a read has ended. Raises TimeoutError.
 
         Of each step no more than its length counts: the process may have been stopped. A signal
@@ -229,11 +264,14 @@ class Ring:
         while True:
             try:
                 taken = self._call(
-                    _ENTER, ctypes.c_int(self._fd), ctypes.c_uint(submit), ctypes.c_uint(least),
+                    _ENTER,
+                    ctypes.c_int(self._fd),
+                    ctypes.c_uint(submit),
+                    ctypes.c_uint(least),
                     ctypes.c_uint(_GETEVENTS | _WITH_TIMEOUT),
                     ctypes.c_void_p(self._waiting.ctypes.data),
                     ctypes.c_size_t(self._waiting.nbytes),
-                )  # fmt: skip
+                )
             except OSError as error:
                 if error.errno not in (errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
@@ -313,10 +351,18 @@ def problem() -> str:
 
 
 def read_batch(
-    files: Int64s, offsets: Int64s, addresses: Int64s, lengths: Int64s, *, seconds: float,
-    keep: object, timed: bool = False, hopeless: Callable[[Int64s], bool] | None = None,
-    most: int = ENTRIES, landed: Landed | None = None,
-) -> RingBatch | None:  # fmt: skip
+    files: Int64s,
+    offsets: Int64s,
+    addresses: Int64s,
+    lengths: Int64s,
+    *,
+    seconds: float,
+    keep: object,
+    timed: bool = False,
+    hopeless: Callable[[Int64s], bool] | None = None,
+    most: int = ENTRIES,
+    landed: Landed | None = None,
+) -> RingBatch | None:
     """As Ring.read, with the ring of the calling thread; None where there are none.
 
     Why is logged once and stands in problem().
@@ -333,9 +379,17 @@ def read_batch(
             return None
     ring, _own.ring = _own.ring, None  # back when it has ended well
     found = ring.read(
-        files, offsets, addresses, lengths, seconds=seconds, keep=keep, timed=timed,
-        hopeless=hopeless, most=most, landed=landed,
-    )  # fmt: skip
+        files,
+        offsets,
+        addresses,
+        lengths,
+        seconds=seconds,
+        keep=keep,
+        timed=timed,
+        hopeless=hopeless,
+        most=most,
+        landed=landed,
+    )
     if found.late is None:
         _own.ring = ring
     return found

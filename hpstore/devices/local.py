@@ -39,7 +39,7 @@ from hpstore.devices.local_io import (
     note_names,
     temporary_path,
     unlock_and_close,
-)  # fmt: skip
+)
 from hpstore.devices.o_direct import statx_alignment
 from hpstore.devices.probe_reads import read_last_page, some_file, stopped_writing
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
@@ -390,10 +390,13 @@ class LocalDevice(LocalFiles):
             kept = sum(size for size, _ in self._recycled(root))  # given up when space is short
             free = found.f_bavail * found.f_frsize + kept
             return Usage(
-                total=found.f_blocks * found.f_frsize, free=free, kept=kept,
-                inodes=found.f_files, free_inodes=found.f_favail,
+                total=found.f_blocks * found.f_frsize,
+                free=free,
+                kept=kept,
+                inodes=found.f_files,
+                free_inodes=found.f_favail,
                 read_only=bool(found.f_flag & os.ST_RDONLY),
-            )  # fmt: skip
+            )
 
     def hold(self, offset: int, nbytes: int) -> LocalHold:
         with self._guard("lock of the registers", absent_is_gone=True) as root:

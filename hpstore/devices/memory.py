@@ -280,10 +280,11 @@ class MemoryDevice:
     def usage(self) -> Usage:
         with self._lock:
             return Usage(
-                total=self.capacity_bytes, free=max(0, self.capacity_bytes - self._used()),
+                total=self.capacity_bytes,
+                free=max(0, self.capacity_bytes - self._used()),
                 inodes=self.capacity_inodes,
                 free_inodes=max(0, self.capacity_inodes - len(self.files)),
-            )  # fmt: skip
+            )
 
     def probe(self, *, write: bool) -> None:
         if write:

@@ -35,10 +35,13 @@ def parse_mounts(text: str) -> list[MountEntry]:
         if len(first) >= 6 and len(last) >= 3:
             found.append(
                 MountEntry(
-                    number=first[2], place=unescape(first[4]), filesystem=last[0],
-                    source=unescape(last[1]), options=last[2],
+                    number=first[2],
+                    place=unescape(first[4]),
+                    filesystem=last[0],
+                    source=unescape(last[1]),
+                    options=last[2],
                 )
-            )  # fmt: skip
+            )
     return found
 
 

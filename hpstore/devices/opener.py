@@ -70,9 +70,7 @@ class Proof:
         return frozenset(url for url, error in errors.items() if is_denied(error))
 
 
-def device_opener(
-    settings: Settings, listed: Callable[[], Collection[str]] = tuple
-) -> Opener:  # fmt: skip
+def device_opener(settings: Settings, listed: Callable[[], Collection[str]] = tuple) -> Opener:
     """How URLs become devices: a path or file:// is local, any other URL goes through fsspec.
 
     `listed`: URLs of the settings, with the passwords that are shown nowhere else.
@@ -141,14 +139,20 @@ def _identify(url: str, device: Device, pool_key: PoolKey | None) -> OpenedDevic
         )
     try:
         record = PoolRecord.decode(
-            device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{url}/{POOL_FILE}",
+            device.read_small(POOL_FILE, MAX_RECORD_BYTES),
+            where=f"{url}/{POOL_FILE}",
             pool_key=pool_key,
-        )  # fmt: skip
+        )
     except (FileNotFoundError, IntegrityError) as error:
         # the other devices know; this one is brought up to date
         lacks = f"{url} has no {POOL_FILE}" if isinstance(error, FileNotFoundError) else str(error)
-        return OpenedDevice(device=device, identity=identity, record=None, lacks=lacks,
-                            other_key=isinstance(error, NotAuthentic))  # fmt: skip
+        return OpenedDevice(
+            device=device,
+            identity=identity,
+            record=None,
+            lacks=lacks,
+            other_key=isinstance(error, NotAuthentic),
+        )
     return OpenedDevice(device=device, identity=identity, record=record)
 
 
@@ -159,10 +163,13 @@ def is_released(device: Device) -> bool:
 
 
 def identify_all(
-    urls: Iterable[str], opener: Opener, scheduler: Scheduler, deadline_seconds: float,
+    urls: Iterable[str],
+    opener: Opener,
+    scheduler: Scheduler,
+    deadline_seconds: float,
     pool_key: PoolKey | None,
     enough: Callable[[Mapping[str, OpenedDevice]], bool] = lambda opened: False,
-) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:  # fmt: skip
+) -> tuple[dict[str, OpenedDevice], dict[str, Exception]]:
     """Identify devices side by side; those that answered and what went wrong, both by URL as it may
     be shown.
 
@@ -202,9 +209,13 @@ def identify_all(
 
 
 def prove(
-    opened: Mapping[str, OpenedDevice], scheduler: Scheduler, *, write: bool,
-    deadline_seconds: float, enough: Callable[[Collection[str]], bool],
-) -> Proof:  # fmt: skip
+    opened: Mapping[str, OpenedDevice],
+    scheduler: Scheduler,
+    *,
+    write: bool,
+    deadline_seconds: float,
+    enough: Callable[[Collection[str]], bool],
+) -> Proof:
     """Probe devices of this pool side by side: write, sync, read back. No longer than OPEN_PATIENCE
     is waited for those that do not answer where the others, by device id, are `enough`.
 

@@ -45,8 +45,9 @@ def read_last_page(fd: int, url: str, *, past_cache: bool) -> None:
             return
         late, result = found.late, int(found.results[0])
         if late is not None:
-            raise DeviceTimeout(f"device {url} has not read a page for {READ_SECONDS:.0f} s",
-                                device=url)  # fmt: skip
+            raise DeviceTimeout(
+                f"device {url} has not read a page for {READ_SECONDS:.0f} s", device=url
+            )
         if result < 0:
             raise OSError(-result, os.strerror(-result))
     finally:

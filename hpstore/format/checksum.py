@@ -91,9 +91,16 @@ class ColumnChecks:
 
     @classmethod
     def of(
-        cls, pool_id: str, key: str, version: str, layout: str, column: int, *,
-        copies: bool, pool_key: PoolKey | None,
-    ) -> ColumnChecks:  # fmt: skip
+        cls,
+        pool_id: str,
+        key: str,
+        version: str,
+        layout: str,
+        column: int,
+        *,
+        copies: bool,
+        pool_key: PoolKey | None,
+    ) -> ColumnChecks:
         """Those of a column."""
         keyed = pool_key is not None and not pool_key.lost
         return cls(

@@ -73,9 +73,14 @@ class ColumnHeader:
         """How this column is checked, in a pool with this key."""
         layout = f"{self.kind}{self.geometry.data}+{self.geometry.parity}"
         return ColumnChecks.of(
-            self.pool_id, self.key, str(self.version), layout, self.column,
-            copies=self.kind is not Kind.COLUMN, pool_key=pool_key,
-        )  # fmt: skip
+            self.pool_id,
+            self.key,
+            str(self.version),
+            layout,
+            self.column,
+            copies=self.kind is not Kind.COLUMN,
+            pool_key=pool_key,
+        )
 
     @property
     def table_offset(self) -> int:
@@ -237,9 +242,12 @@ def encode_table(
 
 
 def decode_table(
-    header: ColumnHeader, data: bytes | memoryview, *, where: str,
+    header: ColumnHeader,
+    data: bytes | memoryview,
+    *,
+    where: str,
     checks: ColumnChecks | None = None,
-) -> NDArray[np.uint64]:  # fmt: skip
+) -> NDArray[np.uint64]:
     """The checksum table. Raises IntegrityError when it does not match its root. `checks` as of
     encode_table."""
     count = header.geometry.block_count

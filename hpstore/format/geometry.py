@@ -153,9 +153,7 @@ def plan_geometry(size: int, *, data: int, parity: int, unit_bytes: int, usable:
     """
     shrunk = min(data, usable - parity)
     if size <= SMALL_OBJECT_BYTES:
-        return Geometry(
-            data=1, parity=parity, unit_bytes=unit_bytes, size=size, code=Code.COPIES
-        )  # fmt: skip
+        return Geometry(data=1, parity=parity, unit_bytes=unit_bytes, size=size, code=Code.COPIES)
     return Geometry(data=shrunk, parity=parity, unit_bytes=unit_bytes, size=size)
 
 

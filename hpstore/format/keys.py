@@ -227,7 +227,7 @@ def unescape(name: str) -> str:
         rb"%([0-9a-f]{2})",
         lambda match: bytes([int(match.group(1), 16)]),
         name.encode("utf-8", errors="surrogateescape"),
-    )  # fmt: skip
+    )
     return raw.decode("utf-8", errors="surrogateescape")
 
 

@@ -111,6 +111,4 @@ def _read_header(file: IO[bytes]) -> _Header:
     if dtype.hasobject:
         raise ValueError("Object arrays are pickles, which are not read")
     sizes = tuple(whole(size, "a dimension") for size in shape)
-    return _Header(
-        dtype=dtype, shape=sizes, fortran=body["fortran_order"], nbytes=8 + width + size
-    )  # fmt: skip
+    return _Header(dtype=dtype, shape=sizes, fortran=body["fortran_order"], nbytes=8 + width + size)

@@ -45,12 +45,16 @@ class PoolKey:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._begun = {} if not secret else {
-            use: hashlib.blake2b(
-                key=secret, person=use.encode(), digest_size=_SIZES.get(use, MAC_BYTES)
-            )
-            for use in Use
-        }  # fmt: skip
+        self._begun = (
+            {}
+            if not secret
+            else {
+                use: hashlib.blake2b(
+                    key=secret, person=use.encode(), digest_size=_SIZES.get(use, MAC_BYTES)
+                )
+                for use in Use
+            }
+        )
 
     @property
     def lost(self) -> bool:

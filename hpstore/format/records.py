@@ -55,8 +55,9 @@ def seal(body: Json) -> bytes:
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 40) : error.end + 10]
         raise ConfigError(f"{near!r} is no text that can be recorded: {error.reason}") from error
-    return json.dumps({**body, "digest": digest}, sort_keys=True, ensure_ascii=False,
-                      indent=1).encode()  # fmt: skip
+    return json.dumps(
+        {**body, "digest": digest}, sort_keys=True, ensure_ascii=False, indent=1
+    ).encode()
 
 
 def unseal(data: bytes, *, where: str, newest: int = FORMAT, users: bool = False) -> Json:
@@ -65,8 +66,10 @@ def unseal(data: bytes, *, where: str, newest: int = FORMAT, users: bool = False
     Its numbers are finite and of 64 bits, unless it holds values of `users`.
     """
     numbers: dict[str, Callable[[str], object]] = {
-        "parse_int": _whole, "parse_float": _finite, "parse_constant": _no_constant,
-    }  # fmt: skip
+        "parse_int": _whole,
+        "parse_float": _finite,
+        "parse_constant": _no_constant,
+    }
     try:
         body = json.loads(data, **({} if users else numbers))  # type: ignore[arg-type]
     except (ValueError, RecursionError) as error:
@@ -135,8 +138,15 @@ class Identity:
     weight: float = 1.0
 
     def encode(self) -> bytes:
-        return seal({"format": FORMAT, "pool": self.pool_id, "device": self.device_id,
-                     "domain": self.domain, "weight": self.weight})  # fmt: skip
+        return seal(
+            {
+                "format": FORMAT,
+                "pool": self.pool_id,
+                "device": self.device_id,
+                "domain": self.domain,
+                "weight": self.weight,
+            }
+        )
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Identity:
@@ -244,10 +254,16 @@ class PoolRecord:
     def _body(self) -> Json:
         def rows(members: Iterable[Member]) -> list[Json]:
             return [
-                {"device": m.device_id, "url": m.url, "domain": m.domain, "weight": m.weight,
-                 "state": m.state, **({"since_ms": m.since_ms} if m.since_ms else {})}
+                {
+                    "device": m.device_id,
+                    "url": m.url,
+                    "domain": m.domain,
+                    "weight": m.weight,
+                    "state": m.state,
+                    **({"since_ms": m.since_ms} if m.since_ms else {}),
+                }
                 for m in members
-            ]  # fmt: skip
+            ]
 
         old = FORMAT if self.spread is None else SPREAD_FORMAT
         return {
@@ -399,8 +415,14 @@ class Debt:
         return f"{digest128(self.key.encode()).hex()[:16]}-{self.version}.json"
 
     def encode(self) -> bytes:
-        return seal({"format": FORMAT, "key": self.key, "version": str(self.version),
-                     "missing": list(self.missing)})  # fmt: skip
+        return seal(
+            {
+                "format": FORMAT,
+                "key": self.key,
+                "version": str(self.version),
+                "missing": list(self.missing),
+            }
+        )
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Debt:
@@ -424,6 +446,9 @@ def shown_members(record: PoolRecord, now_ms: int, *, past: bool = False) -> lis
     until_ms = now_ms - PAST_DAYS * 86_400_000
     return [
         *record.members,
-        *(m for m in record.evicted
-          if past or m.state is not DeviceState.HEALED or m.since_ms > until_ms),
-    ]  # fmt: skip
+        *(
+            m
+            for m in record.evicted
+            if past or m.state is not DeviceState.HEALED or m.since_ms > until_ms
+        ),
+    ]

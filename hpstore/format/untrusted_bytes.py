@@ -15,9 +15,17 @@ from contextlib import contextmanager
 from hpstore.errors import FormatTooNew, IntegrityError
 
 MALFORMED = (
-    ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError, RecursionError,
-    SyntaxError, TypeError, ValueError, struct.error,
-)  # fmt: skip
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 """What code raises that takes bytes for what they are not; ConfigError and InvalidKey are some."""
 
 MOST = (1 << 63) - 1  # of a count or a size: what the arithmetic of numpy and the kernel holds

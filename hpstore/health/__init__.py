@@ -7,4 +7,4 @@ from hpstore.health.detect.evidence import Media, Signs, Traits
 from hpstore.health.detect.slow import SlowConfig, SlowDetector
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 
-__all__ = ["HealthState", "Media", "Signs", "SlowConfig", "SlowDetector", "Traits", "DeviceVerdict"]
+__all__ = ["DeviceVerdict", "HealthState", "Media", "Signs", "SlowConfig", "SlowDetector", "Traits"]

@@ -64,9 +64,14 @@ class History:
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], metrics: Metrics, *, read_only: bool = False,
-        rows_most: int = 200_000, age_most_seconds: float = 90 * 86400.0,
-    ) -> None:  # fmt: skip
+        self,
+        path: str | os.PathLike[str],
+        metrics: Metrics,
+        *,
+        read_only: bool = False,
+        rows_most: int = 200_000,
+        age_most_seconds: float = 90 * 86400.0,
+    ) -> None:
         self.path, self.problem = os.fspath(path), ""
         self._metrics, self._read_only = metrics, read_only
         self._rows_most, self._age_most_seconds = rows_most, age_most_seconds
@@ -76,20 +81,34 @@ class History:
     def add_tick(self, tick: Tick, at_seconds: float) -> None:
         """Note a tick's samples; `at_seconds` since 1970."""
         rows = [
-            (at_seconds, device, operation.name, sample.counts[operation], score,
-             tick.reference_seconds)
+            (
+                at_seconds,
+                device,
+                operation.name,
+                sample.counts[operation],
+                score,
+                tick.reference_seconds,
+            )
             for device, sample in tick.samples.items()
             for operation, score in sample.scores.items()
-        ]  # fmt: skip
+        ]
         self._add("samples", "at, device, operation, ios, score, reference", rows, at_seconds)
 
     def add_decisions(self, decisions: Iterable[Decision]) -> None:
         """Note what was decided."""
         rows = [
-            (d.at_seconds, d.device, d.was.value, d.becomes.value, d.reason, d.role.value,
-             int(d.dry_run), d.process or this_process())
+            (
+                d.at_seconds,
+                d.device,
+                d.was.value,
+                d.becomes.value,
+                d.reason,
+                d.role.value,
+                int(d.dry_run),
+                d.process or this_process(),
+            )
             for d in decisions
-        ]  # fmt: skip
+        ]
         if rows:
             names = "at, device, was, becomes, reason, role, dry_run, process"
             self._add("decisions", names, rows, max(float(row[0]) for row in rows))
@@ -102,11 +121,15 @@ class History:
         )
         return [
             PastSample(
-                at_seconds=row[0], device=row[1], operation=Operation[row[2]], ios=row[3],
-                score=row[4], reference_seconds=row[5],
+                at_seconds=row[0],
+                device=row[1],
+                operation=Operation[row[2]],
+                ios=row[3],
+                score=row[4],
+                reference_seconds=row[5],
             )
             for row in self._try(lambda file: file.execute(query, (device, since_seconds)), ())
-        ]  # fmt: skip
+        ]
 
     def decisions(self, count: int) -> list[Decision]:
         """The last `count` decisions, newest first; none when the file cannot be read."""
@@ -119,12 +142,17 @@ class History:
 
         return [
             Decision(
-                at_seconds=row[0], device=row[1], was=HealthState(row[2]),
-                becomes=HealthState(row[3]), reason=row[4], role=Role(row[5]),
-                dry_run=bool(row[6]), process=str(row[7]),
+                at_seconds=row[0],
+                device=row[1],
+                was=HealthState(row[2]),
+                becomes=HealthState(row[3]),
+                reason=row[4],
+                role=Role(row[5]),
+                dry_run=bool(row[6]),
+                process=str(row[7]),
             )
             for row in self._try(read, ())
-        ]  # fmt: skip
+        ]
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -154,9 +182,10 @@ class History:
             self._try(write, ())
 
     def _try(
-        self, action: Callable[[sqlite3.Connection], Iterable[Sequence[T]]],
+        self,
+        action: Callable[[sqlite3.Connection], Iterable[Sequence[T]]],
         otherwise: Iterable[Sequence[T]],
-    ) -> list[Sequence[T]]:  # fmt: skip
+    ) -> list[Sequence[T]]:
         """Run an action on the file; what goes wrong is counted, and told once."""
         if self._given_up:
             return list(otherwise)
@@ -171,8 +200,10 @@ class History:
             if not self.problem:
                 _log.warning(
                     "health history %s cannot be used: %s. Health goes on without it; if it is "
-                    "damaged, move it away and a new one is made", self.path, error,
-                )  # fmt: skip
+                    "damaged, move it away and a new one is made",
+                    self.path,
+                    error,
+                )
             self.problem = str(error)
             if self._given_up:
                 self.close()

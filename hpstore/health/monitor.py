@@ -137,9 +137,11 @@ class Monitor:
             if self._thread is None and self._automatic:
                 self._stop = threading.Event()
                 thread = threading.Thread(
-                    target=_run, args=(weakref.ref(self), self._stop), name="hpstore-health",
+                    target=_run,
+                    args=(weakref.ref(self), self._stop),
+                    name="hpstore-health",
                     daemon=True,
-                )  # fmt: skip
+                )
                 with suppress(ThreadsExhausted):  # the calls that are measured go on
                     self._thread = start_thread(thread)
 
@@ -279,11 +281,14 @@ class Monitor:
             device = member.device_id
             total, count = self._probe_scores.get(device, (0.0, 0))
             devices[device] = DeviceFacts(
-                present=device in view.devices, domain=member.domain, pool_state=member.state,
-                probes=self._probes[device], probe_ratio=total / count if count else 1.0,
+                present=device in view.devices,
+                domain=member.domain,
+                pool_state=member.state,
+                probes=self._probes[device],
+                probe_ratio=total / count if count else 1.0,
                 writes_slow=device in slow_writers,
                 reconciled=True,  # it never left: each read is judged by its checksums
-            )  # fmt: skip
+            )
         return PoolFacts(parity=view.record.parity, devices=devices)
 
     def _obey(self, actions: Iterable[Action], wall: float) -> list[Decision]:
@@ -299,9 +304,15 @@ class Monitor:
                 state = self._policy.health(action.device).state
                 reason = f"{action.kind}: {action.reason}"
                 reports.append(
-                    Decision(at_seconds=wall, device=action.device, was=state, becomes=state,
-                             reason=reason, role=self._config.role)
-                )  # fmt: skip
+                    Decision(
+                        at_seconds=wall,
+                        device=action.device,
+                        was=state,
+                        becomes=state,
+                        reason=reason,
+                        role=self._config.role,
+                    )
+                )
             elif action.kind is ActionKind.ALARM:
                 _log.warning("pool health: %s", action.reason)
         return reports
@@ -323,8 +334,13 @@ class Monitor:
             if decision.was is decision.becomes:
                 _log.warning("device %s stays %s: %s", where, decision.was, decision.reason)
             else:
-                _log.warning("device %s: %s -> %s: %s", where, decision.was, decision.becomes,
-                             decision.reason)  # fmt: skip
+                _log.warning(
+                    "device %s: %s -> %s: %s",
+                    where,
+                    decision.was,
+                    decision.becomes,
+                    decision.reason,
+                )
         path = history_path(store.settings, store.view.record.pool_id)
         try:
             private_directory(path.parent)
@@ -388,28 +404,34 @@ class Monitor:
                 for member in self._store.view.record.members
             }
             return HealthSnapshot(
-                at_seconds=self._at_seconds, ticks=self._ticks, devices=devices,
+                at_seconds=self._at_seconds,
+                ticks=self._ticks,
+                devices=devices,
                 shared_slow=self._detector.shared_slow + self._stalls.shared,
                 decisions=tuple(self._decisions),
-            )  # fmt: skip
+            )
 
     def _sight(self, device: str) -> DeviceSight:
         health, verdict = self._policy.health(device), self._verdicts.get(device)
         counts = self._counts.get(device, Counter())
         reads = self.telemetry.histogram(device, Operation.READ)
         return DeviceSight(
-            device=device, state=health.state, since_seconds=health.since_seconds,
+            device=device,
+            state=health.state,
+            since_seconds=health.since_seconds,
             until_seconds=health.until_seconds if health.state is HealthState.SITOUT else 0.0,
             score=self._detector.score(device),
             reason=verdict.reason if verdict is not None else "",
             read_share=self._store.routing.avoided.get(device, 1.0),
-            ios=counts["ios"], io_errors=counts["io_errors"],
+            ios=counts["ios"],
+            io_errors=counts["io_errors"],
             checksum_errors=counts["checksum_errors"],
-            read_seconds_p50=reads.quantile(0.5), read_seconds_p99=reads.quantile(0.99),
+            read_seconds_p50=reads.quantile(0.5),
+            read_seconds_p99=reads.quantile(0.99),
             write_seconds_p99=self.telemetry.histogram(device, Operation.WRITE).quantile(0.99),
             sync_seconds_p99=self.telemetry.histogram(device, Operation.SYNC).quantile(0.99),
             latency_seconds=tuple(self._latencies.get(device, ())),
-        )  # fmt: skip
+        )
 
     def forgive(self, device: str, reason: str = "") -> None:
         """A device is taken back, by an operator or for a reason that is given: it starts anew.

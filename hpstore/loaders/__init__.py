@@ -36,12 +36,34 @@ if TYPE_CHECKING:
     from hpstore.loaders.zarr_views.array_dataset import ZarrDataset
     from hpstore.loaders.zarr_views.dataset_store import DatasetStore
 
-__all__ = ["Cache", "DataLoader", "Dataset", "DatasetInfo", "DatasetReport", "DatasetStore",
-           "DatasetWriter", "Field", "GpuTransfer", "IngestProgress", "IngestReport",
-           "LoaderMemory", "Mixture", "Order", "Ragged", "WeightedOrder", "ZarrDataset",
-           "delete_dataset", "ingest", "list_datasets", "open_source", "publish_parts",
-           "remove_orphans", "unfinished_ingests", "verify_dataset",
-           "written_parts"]  # fmt: skip
+__all__ = [
+    "Cache",
+    "DataLoader",
+    "Dataset",
+    "DatasetInfo",
+    "DatasetReport",
+    "DatasetStore",
+    "DatasetWriter",
+    "Field",
+    "GpuTransfer",
+    "IngestProgress",
+    "IngestReport",
+    "LoaderMemory",
+    "Mixture",
+    "Order",
+    "Ragged",
+    "WeightedOrder",
+    "ZarrDataset",
+    "delete_dataset",
+    "ingest",
+    "list_datasets",
+    "open_source",
+    "publish_parts",
+    "remove_orphans",
+    "unfinished_ingests",
+    "verify_dataset",
+    "written_parts",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -134,12 +134,20 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._native = native_of(dataset)
         self._by_user = sampler is not None or batch_sampler is not None
         options: dict[str, Any] = {
-            "num_workers": num_workers, "collate_fn": collate_fn, "pin_memory": pin_memory,
-            "timeout": timeout, "worker_init_fn": worker_init_fn, "generator": generator,
-            "multiprocessing_context": multiprocessing_context, "drop_last": drop_last,
-            "prefetch_factor": prefetch_factor, "persistent_workers": persistent_workers,
-            "pin_memory_device": pin_memory_device, "batch_size": batch_size, "in_order": in_order,
-        }  # fmt: skip
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "generator": generator,
+            "multiprocessing_context": multiprocessing_context,
+            "drop_last": drop_last,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device,
+            "batch_size": batch_size,
+            "in_order": in_order,
+        }
         self._begin(dataset, sampler, batch_sampler, options)
 
     def _begin(
@@ -155,10 +163,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     def _make_finish(self, collate_fn: Any) -> Finish:
         self._collate_given = collate_fn  # torch puts its own in the place of None
         return Finish(
-            collate_fn=collate_fn, transform=self.transform, seed=self.seed,
-            batch_transform=self.batch_transform, device=self.device, on_error=self.on_error,
-            layout=self.layout, processes=self._processes, ring_bytes=int(self.gpu.ring_bytes),
-        )  # fmt: skip
+            collate_fn=collate_fn,
+            transform=self.transform,
+            seed=self.seed,
+            batch_transform=self.batch_transform,
+            device=self.device,
+            on_error=self.on_error,
+            layout=self.layout,
+            processes=self._processes,
+            ring_bytes=int(self.gpu.ring_bytes),
+        )
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """Order, slices and counters. Raises ConfigError."""
@@ -185,9 +199,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         window = self.memory.window()
         self.order = order_for(dataset, self._native, self.shuffle, self.seed, window)
         whole = Slices(
-            length=self.order.length, batch_size=1 if batch_size is None else batch_size,
-            drop_last=drop_last, tail=self.tail,
-        )  # fmt: skip
+            length=self.order.length,
+            batch_size=1 if batch_size is None else batch_size,
+            drop_last=drop_last,
+            tail=self.tail,
+        )
         self.shares = RankShares(whole, self.rank, self.world_size, self.mesh, shard=self.shard)
         if self.positions is not None:
             self.positions.renew(self.order, self.shares)
@@ -306,11 +322,15 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
             self._engine = make_engine(
-                self._native.data, self.order, memory=self.memory, cache=self.cache,
-                batch_rows=self.batch_size or 1, pin=self.finish.begin(self.pin_memory),
+                self._native.data,
+                self.order,
+                memory=self.memory,
+                cache=self.cache,
+                batch_rows=self.batch_size or 1,
+                pin=self.finish.begin(self.pin_memory),
                 direct=direct_access(self.gpu, self.finish.gpu, self._no_direct()),
                 share=self._native.share(self.slices),
-            )  # fmt: skip
+            )
             self._let_engine_go()  # of a parent
             self._engine_end = weakref.finalize(self, self._engine.stop)
             self._engine_end.atexit = False
@@ -359,9 +379,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         prints, order = self._described()
         epoch, position, at_end = self._stands.saved()
         state = LoaderState(
-            fingerprints=prints, order=order, seed=self.seed, epoch=epoch, samples=position,
+            fingerprints=prints,
+            order=order,
+            seed=self.seed,
+            epoch=epoch,
+            samples=position,
             at_end=at_end,
-        ).to_dict()  # fmt: skip
+        ).to_dict()
         if self.order is None or self._native is None:
             found = self._others and self._others()
             state |= self._companions.saved(self, epoch, position, found)

@@ -51,11 +51,17 @@ class Expiry:
 
     def encode(self) -> bytes:
         """The bytes of the note."""
-        return seal({
-            "format": FORMAT, "kind": _KIND, "reason": self.reason, "sizes": dict(self.sizes),
-            "instead": list(self.instead), "expected_ms": self.expected_ms,
-            "limit_ms": self.limit_ms,
-        })  # fmt: skip
+        return seal(
+            {
+                "format": FORMAT,
+                "kind": _KIND,
+                "reason": self.reason,
+                "sizes": dict(self.sizes),
+                "instead": list(self.instead),
+                "expected_ms": self.expected_ms,
+                "limit_ms": self.limit_ms,
+            }
+        )
 
     @classmethod
     def decode(cls, data: bytes, *, key: str) -> Expiry:

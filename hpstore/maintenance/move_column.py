@@ -21,9 +21,14 @@ _log = logging.getLogger(__name__)
 
 
 def move_column(
-    store: PoolContext, key: str, source: str, target: str, throttle: Throttle, *,
+    store: PoolContext,
+    key: str,
+    source: str,
+    target: str,
+    throttle: Throttle,
+    *,
     worth: Callable[[int], bool],
-) -> int:  # fmt: skip
+) -> int:
     """Copy the column that `source` has onto `target`, then remove it there; bytes of its file.
 
     0 when nothing was done: the object is gone, changes, is not whole, or the move is not `worth`
@@ -47,9 +52,14 @@ def move_column(
 
 
 def _copy(
-    store: PoolContext, survey: Survey, horizons: Mapping[str, int], source: str, target: str,
-    throttle: Throttle, worth: Callable[[int], bool],
-) -> int:  # fmt: skip
+    store: PoolContext,
+    survey: Survey,
+    horizons: Mapping[str, int],
+    source: str,
+    target: str,
+    throttle: Throttle,
+    worth: Callable[[int], bool],
+) -> int:
     layouts, now = survey.layouts(), store.pinned()
     held = {file.device: file for file in survey.files}
     if len(layouts) != 1 or source not in held or target in held:
@@ -79,6 +89,7 @@ def _remove(store: PoolContext, survey: Survey, source: str, target: str) -> Non
         _log.info("a column of %r stays on both devices: the membership has moved", survey.key)
         return
     remove_files(
-        store, survey.key,
+        store,
+        survey.key,
         [file for file in survey.files if file.device == source and file.name in files],
-    )  # fmt: skip
+    )

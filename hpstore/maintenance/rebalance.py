@@ -138,16 +138,22 @@ def fills_of(store: PoolContext) -> dict[str, DeviceFill]:
     """Space of the online members that answer and can be written, by device id."""
     takers = {candidate.device for candidate in store.candidates()}
     online = {
-        m.device_id: m for m in store.view.members()
+        m.device_id: m
+        for m in store.view.members()
         if m.state is DeviceState.ONLINE and m.device_id not in store.refusing
-    }  # fmt: skip
+    }
     usages = store.each(online, lambda _, device: device.usage())
     return {
-        d: DeviceFill(device=d, domain=online[d].domain, total_bytes=usage.total,
-                used_bytes=usage.total - usage.free, takes=d in takers)
+        d: DeviceFill(
+            device=d,
+            domain=online[d].domain,
+            total_bytes=usage.total,
+            used_bytes=usage.total - usage.free,
+            takes=d in takers,
+        )
         for d, usage in usages.items()
         if isinstance(usage, Usage) and usage.total and not usage.read_only
-    }  # fmt: skip
+    }
 
 
 class _Tally:
@@ -188,10 +194,14 @@ class _Tally:
 
     def report(self) -> RebalanceReport:
         return RebalanceReport(
-            columns_moved=self.columns, bytes=self.bytes,
-            seconds=self._store.clock.monotonic() - self._began, spread_before=self._before,
-            spread_after=self.spread, stopped=self.stopped, failed=dict(self.failed),
-        )  # fmt: skip
+            columns_moved=self.columns,
+            bytes=self.bytes,
+            seconds=self._store.clock.monotonic() - self._began,
+            spread_before=self._before,
+            spread_after=self.spread,
+            stopped=self.stopped,
+            failed=dict(self.failed),
+        )
 
 
 def rebalance_all(
@@ -237,9 +247,13 @@ def _make(store: PoolContext, key: str, move: ColumnMove, tally: _Tally, pace: W
     source, target = tally.fills[move.source], tally.fills[move.target]
     try:
         nbytes = move_column(
-            store, key, move.source, move.target, pace,
+            store,
+            key,
+            move.source,
+            move.target,
+            pace,
             worth=lambda count: evens_out(source, target, count),
-        )  # fmt: skip
+        )
     except (HpstoreError, OSError) as error:
         store.metrics.count("column_move_error_total")
         _log.warning("a column of %r was not moved: %s", key, error)

@@ -46,9 +46,12 @@ def rebuild_columns(
         for device, column in targets.items()
     }
     columns = ColumnSet(
-        store, headers, floor=len(targets), generation=store.view.record.generation,
+        store,
+        headers,
+        floor=len(targets),
+        generation=store.view.record.generation,
         horizons=horizons,
-    )  # fmt: skip
+    )
     done = False
     try:
         columns.create()
@@ -103,6 +106,4 @@ def _write_run(columns: ColumnSet, low: int, run: RebuiltRun) -> None:
         row = run.rows[number]
         first, count = low // BLOCK_BYTES, -(-len(row) // BLOCK_BYTES)
         writer.checks.digests(first, row.data, writer.table[first : first + count])
-    columns.settle(
-        columns.submit(lambda c: lambda: c.write(low, [run.rows[c.header.column]]))
-    )  # fmt: skip
+    columns.settle(columns.submit(lambda c: lambda: c.write(low, [run.rows[c.header.column]])))

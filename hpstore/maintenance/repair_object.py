@@ -317,9 +317,12 @@ class _Repairer:
         header = self._reader.header
         try:
             geometry, devices = plan_columns(
-                self._store, header.key, self._geometry.size, exclude=self._exclude,
+                self._store,
+                header.key,
+                self._geometry.size,
+                exclude=self._exclude,
                 unit_bytes=self._geometry.unit_bytes,
-            )  # fmt: skip
+            )
         except TooFewDevices:
             return RepairAction.STUCK, 0
         content = PutContent(
@@ -332,9 +335,15 @@ class _Repairer:
         source = ObjectSource(self._reader, self._throttle)
         with self._store.relay_lock:  # it holds memory while it waits for more: one at a time
             columns = write_columns(
-                self._store, content, geometry, devices, source, roll_back=False,
-                background=True, horizons=self._horizons,
-            )  # fmt: skip
+                self._store,
+                content,
+                geometry,
+                devices,
+                source,
+                roll_back=False,
+                background=True,
+                horizons=self._horizons,
+            )
         settle_or_owe(self._store, columns)
         self._alive = len(columns.published()) - geometry.data
         if len(columns.published()) == geometry.width:

@@ -106,13 +106,19 @@ def survey_condition(store: PoolContext, silent: Collection[str] = ()) -> Condit
     served = {key for key, row in short.items() if row.serves}
     spare = min([view.record.parity, *(max(0, row.spare) for row in short.values())])
     return Condition(
-        objects=objects, degraded=len(served), unreadable=len(short) - len(served),
-        losses_tolerated=losses_tolerated(view, spare, found.unknown), spare=spare,
-        todo=todo, todo_identity=identity,
-        most_endangered=tuple(_worst(worst)), holding=dict(holding),
-        needed=frozenset(needed), silent=found.unknown,
+        objects=objects,
+        degraded=len(served),
+        unreadable=len(short) - len(served),
+        losses_tolerated=losses_tolerated(view, spare, found.unknown),
+        spare=spare,
+        todo=todo,
+        todo_identity=identity,
+        most_endangered=tuple(_worst(worst)),
+        holding=dict(holding),
+        needed=frozenset(needed),
+        silent=found.unknown,
         expiring=_expiring(store, found, served),
-    )  # fmt: skip
+    )
 
 
 def losses_tolerated(view: View, spare: int, silent: Collection[str]) -> int:
@@ -132,9 +138,11 @@ def as_of_now(found: Condition, view: View, silent: Collection[str]) -> Conditio
     holding = [found.holding[device] for device in lost if device in found.holding]
     spare = max(0, found.spare - len(holding))
     return replace(
-        found, degraded=max([found.degraded, *holding]), spare=spare,
+        found,
+        degraded=max([found.degraded, *holding]),
+        spare=spare,
         losses_tolerated=losses_tolerated(view, spare, silent),
-    )  # fmt: skip
+    )
 
 
 def _identity(survey: Survey) -> int:

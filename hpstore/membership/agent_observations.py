@@ -55,9 +55,12 @@ def observed_devices(directory: Path, now_ms: int) -> dict[str, ObservedDevice]:
     age = max(0.0, (now_ms - at_ms) / 1000)
     return {
         str(row.get("device")): ObservedDevice(
-            answers=row.get("present") is True, read_only=row.get("read_only") is True,
-            problem=str(row.get("problem") or ""), agent=agent, age_seconds=age,
+            answers=row.get("present") is True,
+            read_only=row.get("read_only") is True,
+            problem=str(row.get("problem") or ""),
+            agent=agent,
+            age_seconds=age,
         )
         for row in rows
         if isinstance(row, Mapping)
-    }  # fmt: skip
+    }

@@ -123,8 +123,9 @@ def _let_go(store: PoolContext, device: Device, claimed: Identity) -> None:
         if not written and _own_identity(store, device) == claimed:
             _ask_once(store, device, lambda: device.delete(IDENTITY_FILE))
     except HpstoreError as error:
-        _log.warning("%s keeps its %s, adding it again goes on: %s", device.url, IDENTITY_FILE,
-                     error)  # fmt: skip
+        _log.warning(
+            "%s keeps its %s, adding it again goes on: %s", device.url, IDENTITY_FILE, error
+        )
 
 
 def _ask_once(store: PoolContext, device: Device, call: Callable[[], T]) -> T:
@@ -217,8 +218,9 @@ def _open_again(store: PoolContext, member: Member, refresh: Callable[[], None])
             set_state(store, member.device_id, member.state)
             refresh()
     except HpstoreError as error:
-        _log.warning("device %s may stay draining, take it back with readmit: %s", member.url,
-                     error)  # fmt: skip
+        _log.warning(
+            "device %s may stay draining, take it back with readmit: %s", member.url, error
+        )
 
 
 def drain_member(
@@ -363,10 +365,16 @@ def reconcile(store: PoolContext, device_id: str, device: Device, swept: int = 0
         elif verdict is Return.QUARANTINE:
             _on_device(here, device_id, partial(_quarantine, key, name))
     count = Counter(verdict for _, _, verdict in judged)
-    found = Reconciled(kept=count[Return.KEEP], removed=count[Return.REMOVE],
-                       quarantined=count[Return.QUARANTINE])  # fmt: skip
-    _log.info("device %s returns: %d kept, %d removed, %d quarantined", device.url, found.kept,
-              found.removed, found.quarantined)  # fmt: skip
+    found = Reconciled(
+        kept=count[Return.KEEP], removed=count[Return.REMOVE], quarantined=count[Return.QUARANTINE]
+    )
+    _log.info(
+        "device %s returns: %d kept, %d removed, %d quarantined",
+        device.url,
+        found.kept,
+        found.removed,
+        found.quarantined,
+    )
     return found
 
 
@@ -395,15 +403,24 @@ def _age_seconds(store: PoolContext, device_id: str) -> float:
 
 def _with_device(view: View, device_id: str, device: Device) -> View:
     return View(
-        record=view.record, devices={**view.devices, device_id: device},
+        record=view.record,
+        devices={**view.devices, device_id: device},
         sitting_out=view.sitting_out,
-    )  # fmt: skip
+    )
 
 
 def here_store(store: PoolContext, view: View) -> PoolContext:
     """The same store looking at another view (a device that is not a member yet)."""
     return PoolContext(
-        view=view, scheduler=store.scheduler, code=store.code, buffers=store.buffers,
-        metrics=store.metrics, clock=store.clock, counter=store.counter, settings=store.settings,
-        read_only=store.read_only, pool_key=store.pool_key, routing=store.routing,
-    )  # fmt: skip
+        view=view,
+        scheduler=store.scheduler,
+        code=store.code,
+        buffers=store.buffers,
+        metrics=store.metrics,
+        clock=store.clock,
+        counter=store.counter,
+        settings=store.settings,
+        read_only=store.read_only,
+        pool_key=store.pool_key,
+        routing=store.routing,
+    )

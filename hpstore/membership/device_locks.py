@@ -93,9 +93,14 @@ class DeviceLocks:
         return found
 
     def ask(
-        self, devices: Mapping[str, Device], offset: int, nbytes: int, need: int,
-        limit_seconds: float, found: LockAttempt,
-    ) -> None:  # fmt: skip
+        self,
+        devices: Mapping[str, Device],
+        offset: int,
+        nbytes: int,
+        need: int,
+        limit_seconds: float,
+        found: LockAttempt,
+    ) -> None:
         """Try these side by side, and note in `found` what comes of it; `need` answers do."""
         members, mine = self._store.view.devices, list[Hold]()
         given_up = threading.Event()  # a call that ends later keeps nothing
@@ -138,10 +143,15 @@ class DeviceLocks:
             (found.holds if hold.taken else found.busy)[device] = hold
 
     def _gather(
-        self, calls: Mapping[str, Callable[[], T]], need: int, limit_seconds: float,
-        late: Callable[[str, Future[T]], None], *, brief: str,
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        need: int,
+        limit_seconds: float,
+        late: Callable[[str, Future[T]], None],
+        *,
+        brief: str,
         into: dict[str, Future[T]] | None = None,
-    ) -> dict[str, T | Exception]:  # fmt: skip
+    ) -> dict[str, T | Exception]:
         """One call on each device; those that `need` others leave behind are not waited for.
 
         Nothing more is asked of them here before they answer; `late` sees to what comes of it.
@@ -227,9 +237,12 @@ class DeviceLocks:
         return {d for d, result in results.items() if not isinstance(result, Exception)}
 
     def finish(
-        self, holds: Mapping[str, Hold], data: Mapping[str, tuple[int, bytes]],
-        members: Collection[str], name: str,
-    ) -> None:  # fmt: skip
+        self,
+        holds: Mapping[str, Hold],
+        data: Mapping[str, tuple[int, bytes]],
+        members: Collection[str],
+        name: str,
+    ) -> None:
         """Write, and release each device when it has it, in one call on it."""
 
         def last(hold: Hold, offset: int, copy: bytes) -> Callable[[], None]:
@@ -246,9 +259,13 @@ class DeviceLocks:
         begun: dict[str, Future[None]] = {}
         try:
             results = self._gather(
-                calls, majority(members), limit, lambda *_: None, brief="write and unlock",
+                calls,
+                majority(members),
+                limit,
+                lambda *_: None,
+                brief="write and unlock",
                 into=begun,
-            )  # fmt: skip
+            )
         except BaseException:
             for device in holds.keys() - _under_way(begun):  # those let go when they have written
                 self._let_go(holds[device])

@@ -104,9 +104,14 @@ class DeviceRegisters:
             self.locks.release(holds)
 
     def _lock_range(
-        self, offset: int, nbytes: int, what: str, *,
-        joining: Mapping[str, Device] | None = None, force: bool = False,
-    ) -> tuple[LockAttempt, list[str]]:  # fmt: skip
+        self,
+        offset: int,
+        nbytes: int,
+        what: str,
+        *,
+        joining: Mapping[str, Device] | None = None,
+        force: bool = False,
+    ) -> tuple[LockAttempt, list[str]]:
         """Lock a majority of the members, and those `joining`; with the ids of the members.
 
         None of them knows a newer membership, except for a change (`joining` given), which looks at
@@ -138,9 +143,13 @@ class DeviceRegisters:
                 pause = min(POLL_SECONDS[1], 1.5 * pause)
 
     def _next(
-        self, holds: dict[str, Hold], entries: dict[str, SlotEntry], top: SlotEntry,
-        value: bytes | None, members: Collection[str],
-    ) -> SlotEntry:  # fmt: skip
+        self,
+        holds: dict[str, Hold],
+        entries: dict[str, SlotEntry],
+        top: SlotEntry,
+        value: bytes | None,
+        members: Collection[str],
+    ) -> SlotEntry:
         """The entry to write: `value`, or what is newest where a majority does not have it yet.
 
         Updates `entries` when a round was begun, and leaves those out that have not taken it.

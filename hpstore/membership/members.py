@@ -112,10 +112,16 @@ def _first_record(
     ]
     return PoolRecord(
         spread=bound_spread(data + parity, parity, list(Counter(domains or urls).values())),
-        pool_id=pool_id, generation=1, nonce=secrets.token_hex(8), parent="", data=data,
-        parity=parity, unit_bytes=unit_bytes, members=tuple(members),
+        pool_id=pool_id,
+        generation=1,
+        nonce=secrets.token_hex(8),
+        parent="",
+        data=data,
+        parity=parity,
+        unit_bytes=unit_bytes,
+        members=tuple(members),
         key_id="" if config.key is None else config.key.fingerprint(pool_id),
-    )  # fmt: skip
+    )
 
 
 def _claim_all(
@@ -169,8 +175,12 @@ def check_memory(config: PoolConfig, width: int, unit_bytes: int) -> None:
 
 
 def _identity(record: PoolRecord, member: Member) -> Identity:
-    return Identity(pool_id=record.pool_id, device_id=member.device_id, domain=member.domain,
-                    weight=member.weight)  # fmt: skip
+    return Identity(
+        pool_id=record.pool_id,
+        device_id=member.device_id,
+        domain=member.domain,
+        weight=member.weight,
+    )
 
 
 def newest_of(found: Sequence[PoolRecord], known: PoolRecord | None = None) -> PoolRecord:
@@ -206,9 +216,10 @@ def _records(store: PoolContext) -> list[PoolRecord | None]:
     def read(_: str, device: Device) -> PoolRecord | None:
         try:
             return PoolRecord.decode(
-                device.read_small(POOL_FILE, MAX_RECORD_BYTES), where=f"{device.url}/{POOL_FILE}",
+                device.read_small(POOL_FILE, MAX_RECORD_BYTES),
+                where=f"{device.url}/{POOL_FILE}",
                 pool_key=store.pool_key,
-            )  # fmt: skip
+            )
         except (FileNotFoundError, IntegrityError):
             return None
 
@@ -260,8 +271,9 @@ def commit_record(
         _require_successor(store, new)
         held = _write_record(store, new, devices)
     if force and held:
-        _log.warning("membership generation %d was forced onto %d devices", new.generation,
-                     len(held))  # fmt: skip
+        _log.warning(
+            "membership generation %d was forced onto %d devices", new.generation, len(held)
+        )
     elif not (old.reached_by(held) and new.reached_by(held)):
         raise UnclearChange(
             f"generation {new.generation} reached {len(held)} of {len(devices)} devices, too few "
@@ -323,23 +335,16 @@ def _write_record(store: PoolContext, new: PoolRecord, devices: Mapping[str, Dev
 
 def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRecord:
     """The next generation, in which one member has another state."""
-    members = [
-        replace(m, state=state) if m.device_id == device_id else m for m in record.members
-    ]  # fmt: skip
-    return record.successor(
-        members=members, evicted=record.evicted, nonce=secrets.token_hex(8)
-    )  # fmt: skip
+    members = [replace(m, state=state) if m.device_id == device_id else m for m in record.members]
+    return record.successor(members=members, evicted=record.evicted, nonce=secrets.token_hex(8))
 
 
 def with_healed(record: PoolRecord, healed: Collection[str]) -> PoolRecord:
     """The next generation, in which these evicted devices have been made up for."""
     evicted = [
-        replace(m, state=DeviceState.HEALED) if m.device_id in healed else m
-        for m in record.evicted
-    ]  # fmt: skip
-    return record.successor(
-        members=record.members, evicted=evicted, nonce=secrets.token_hex(8)
-    )  # fmt: skip
+        replace(m, state=DeviceState.HEALED) if m.device_id in healed else m for m in record.evicted
+    ]
+    return record.successor(members=record.members, evicted=evicted, nonce=secrets.token_hex(8))
 
 
 def without_member(
@@ -351,18 +356,14 @@ def without_member(
     ]
     members = [m for m in record.members if m.device_id != device_id]
     evicted = [m for m in record.evicted if m.device_id != device_id]
-    return record.successor(
-        members=members, evicted=[*evicted, *gone], nonce=secrets.token_hex(8)
-    )  # fmt: skip
+    return record.successor(members=members, evicted=[*evicted, *gone], nonce=secrets.token_hex(8))
 
 
 def with_member(record: PoolRecord, member: Member) -> PoolRecord:
     """The next generation with a new or readmitted member."""
     members = [m for m in record.members if m.device_id != member.device_id]
     evicted = [m for m in record.evicted if m.device_id != member.device_id]
-    return record.successor(
-        members=[*members, member], evicted=evicted, nonce=secrets.token_hex(8)
-    )  # fmt: skip
+    return record.successor(members=[*members, member], evicted=evicted, nonce=secrets.token_hex(8))
 
 
 def find_member(
@@ -396,8 +397,9 @@ def find_member(
         raise MembershipError(
             f"{wanted!r} may be any of {len(found)} devices of this pool: {rows}. Nothing was "
             "changed. Say which, by the beginning of its id."
-            if found else f"{wanted!r} names no device of this pool; it has {rows}"
-        )  # fmt: skip
+            if found
+            else f"{wanted!r} names no device of this pool; it has {rows}"
+        )
     return found[0]
 
 

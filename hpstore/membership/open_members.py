@@ -117,9 +117,11 @@ def unlisted(config: PoolConfig, record: PoolRecord, found: Collection[str]) -> 
     if len(config.devices) >= len(record.members):
         return []
     known = {same_form(url) for url in config.devices}
-    return [m.url for m in record.members
-            if m.device_id not in found and same_form(m.url) not in known
-            and trusted(config, m.url)]  # fmt: skip
+    return [
+        m.url
+        for m in record.members
+        if m.device_id not in found and same_form(m.url) not in known and trusted(config, m.url)
+    ]
 
 
 def trusted(config: PoolConfig, url: str) -> bool:
@@ -133,17 +135,26 @@ def _protocol(url: str) -> str:
 
 
 def _choose_view(
-    config: PoolConfig, opened: dict[str, OpenedDevice], problems: dict[str, str],
-    scheduler: Scheduler, *, read_only: bool, denied: frozenset[str],
-) -> Opened:  # fmt: skip
+    config: PoolConfig,
+    opened: dict[str, OpenedDevice],
+    problems: dict[str, str],
+    scheduler: Scheduler,
+    *,
+    read_only: bool,
+    denied: frozenset[str],
+) -> Opened:
     """The view of the newest record, from devices of one pool that prove to work."""
     _require_key(config, opened.values())
     if not any(o.record is not None for o in opened.values()):
         reasons = _reasons(problems | {url: one.lacks for url, one in opened.items()})
-        hint = "" if problems else (
-            " If `hpstore create` was cut off, nothing is stored yet: delete this file, and "
-            "hpstore.json on the devices, and create the pool again."
-        )  # fmt: skip
+        hint = (
+            ""
+            if problems
+            else (
+                " If `hpstore create` was cut off, nothing is stored yet: delete this file, and "
+                "hpstore.json on the devices, and create the pool again."
+            )
+        )
         raise TooFewDevices(
             f"pool {config.name!r} ({config.path}): no device answers with a membership "
             "record. Objects are not touched; one device of the pool with a whole pool.json opens "
@@ -156,10 +167,12 @@ def _choose_view(
             opened.pop(url).device.close()
     known = [o.record for o in opened.values() if o.record is not None]
     proof = prove(
-        opened, scheduler, write=not read_only,
+        opened,
+        scheduler,
+        write=not read_only,
         deadline_seconds=config.settings.open_deadline_seconds,
         enough=lambda ids: bool(known) and suffice(newest_of(known), ids),
-    )  # fmt: skip
+    )
     for url, error in proof.failed.items():
         problems[url] = str(error)
         opened.pop(url)
@@ -189,9 +202,10 @@ def _require_key(config: PoolConfig, opened: Collection[OpenedDevice]) -> None:
     if proven or not others or 2 * len(others) < len(opened):
         return
     why = (
-        "it has no key" if config.key is None
+        "it has no key"
+        if config.key is None
         else "its key is not that of this pool, or this pool has none"
-    )  # fmt: skip
+    )
     raise PoolKeyError(
         f"{config.path} does not open this pool: {why} ({others[0]}). Nothing was read or changed. "
         "The line `key = ...` of any other pool.toml of the pool, or of a copy, opens it. If there "
@@ -210,8 +224,9 @@ def require_key_to_write(config: PoolConfig, *, read_only: bool) -> None:
             "written: no file could carry its MAC. Open it read-only, copy what is there into a "
             "new pool, and use that. A copy of the key makes it whole again."
         )
-    _log.warning("pool %s is read without its key: damaged and forged bytes go unnoticed",
-                 config.name)  # fmt: skip
+    _log.warning(
+        "pool %s is read without its key: damaged and forged bytes go unnoticed", config.name
+    )
 
 
 def refusing(opened: Mapping[str, OpenedDevice], proof: Proof) -> dict[str, DeviceReadOnly]:

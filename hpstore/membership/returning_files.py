@@ -27,14 +27,20 @@ def judge_survey(
     newest = newest_by_name(view, Survey(key=survey.key, files=others, unknown=survey.unknown))
     unhealed = view.record.unhealed() - survey.unknown - {device_id}
     return [
-        (file, judge_return(
-            file, newest, [f for f in others if f.name.layout == file.name.layout],
-            recent=recent and file.name.version.counter > swept,
-            silent=view.record.weight(survey.unknown - {device_id}),
-            unhealed=view.record.weight(unhealed),
-        ))
-        for file in survey.files if file.device == device_id
-    ]  # fmt: skip
+        (
+            file,
+            judge_return(
+                file,
+                newest,
+                [f for f in others if f.name.layout == file.name.layout],
+                recent=recent and file.name.version.counter > swept,
+                silent=view.record.weight(survey.unknown - {device_id}),
+                unhealed=view.record.weight(unhealed),
+            ),
+        )
+        for file in survey.files
+        if file.device == device_id
+    ]
 
 
 def judge_return(

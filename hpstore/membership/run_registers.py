@@ -92,9 +92,12 @@ class RunRegisters:
             return directory
         place = self._named()
         machine, boot = _machine()
-        again = place is not None and not token and place[2] != boot and (
-            (place[1], place[3]) == (machine, str(directory))
-        )  # fmt: skip
+        again = (
+            place is not None
+            and not token
+            and place[2] != boot
+            and ((place[1], place[3]) == (machine, str(directory)))
+        )
         if place is None or again:  # none yet, or the machine was started again and has tidied up
             place = self._settle(directory, machine, boot)
         if place[0] != self._token_in(directory):
@@ -141,8 +144,13 @@ class RunRegisters:
     def _settle(self, directory: Path, machine: str, boot: str) -> Place:
         """Name this directory on the devices, and look what came of it."""
         token = self._token_in(directory) or secrets.token_hex(16)
-        body = {"format": FORMAT, "token": token, "machine": machine, "boot": boot,
-                "directory": str(directory)}  # fmt: skip
+        body = {
+            "format": FORMAT,
+            "token": token,
+            "machine": machine,
+            "boot": boot,
+            "directory": str(directory),
+        }
         data = seal(body)
         with file_lock(directory, "token.lock", self._store.clock, 5.0, "registers"):
             if not self._token_in(directory):
@@ -177,5 +185,4 @@ def decode_place(data: bytes, *, where: str) -> Place:
     """The directory that a device names. Raises IntegrityError."""
     with parsing(where):
         body = unseal(data, where=where)
-        return (str(body["token"]), str(body["machine"]), str(body["boot"]),
-                str(body["directory"]))  # fmt: skip
+        return (str(body["token"]), str(body["machine"]), str(body["boot"]), str(body["directory"]))

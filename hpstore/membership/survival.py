@@ -36,18 +36,21 @@ def too_few_devices(config: PoolConfig, view: View, problems: Mapping[str, str])
     record = view.record
     known = {same_form(url) for url in config.devices}
     unlisted = [
-        m.url for m in record.members
+        m.url
+        for m in record.members
         if m.device_id in view.missing and same_form(m.url) not in known
-    ]  # fmt: skip
+    ]
     hint = (
         f"{config.path} does not list {', '.join(unlisted)}, which the pool has gained since: add "
         "them to its `devices`, as this host reaches them. "
-        if unlisted else ""
-    )  # fmt: skip
+        if unlisted
+        else ""
+    )
     rule = (
-        f"all but {record.parity}" if record.spread is None else
-        f"all but what holds {record.parity} columns of an object ({record.spread} per domain)"
-    )  # fmt: skip
+        f"all but {record.parity}"
+        if record.spread is None
+        else f"all but what holds {record.parity} columns of an object ({record.spread} per domain)"
+    )
     return TooFewDevices(
         f"pool {config.name!r}: {len(view.devices)} of {len(record.members)} devices answer, "
         f"{rule} are needed to open it. {hint}Nothing is lost by waiting; bring devices back. "

@@ -131,9 +131,13 @@ class PoolContext:
         return replace(self, view=replace(self.view, devices=here))
 
     def each(
-        self, devices: Iterable[str], call: Callable[[str, Device], T], *,
-        patience: float | None = None, brief: str = "",
-    ) -> dict[str, T | Exception]:  # fmt: skip
+        self,
+        devices: Iterable[str],
+        call: Callable[[str, Device], T],
+        *,
+        patience: float | None = None,
+        brief: str = "",
+    ) -> dict[str, T | Exception]:
         """Run `call` on devices side by side, under the device deadline.
 
         With a `patience` in seconds, no longer than about that for devices that the pool can be
@@ -185,8 +189,10 @@ class PoolContext:
                 _log.warning(
                     "memory_bytes (%s) is all in use, reads that wanted %s more take slower ways; "
                     "%s_without_memory_total counts them. Raise it where they are many.",
-                    format_bytes(self.buffers.budget.limit_bytes), format_bytes(nbytes), what,
-                )  # fmt: skip
+                    format_bytes(self.buffers.budget.limit_bytes),
+                    format_bytes(nbytes),
+                    what,
+                )
             return None
 
     def kept_off(self) -> tuple[str, ...]:
@@ -229,9 +235,12 @@ class PoolContext:
         return found if not manual else (*manual, *(d for d in found if d not in manual))
 
     def new_version(
-        self, seen: Iterable[Version] = (), *, above: int = 0,
+        self,
+        seen: Iterable[Version] = (),
+        *,
+        above: int = 0,
         next_counter: Callable[[int], int] | None = None,
-    ) -> Version:  # fmt: skip
+    ) -> Version:
         """A version above all that were seen, and above a counter (PROTOCOL 1).
 
         `next_counter`: of the claim whose counters it takes. To be called after candidates(), which
@@ -288,8 +297,9 @@ class PoolContext:
                 _log.warning(
                     "versions of this pool are %.0f s ahead of this machine's clock: it is behind, "
                     "or another one was ahead. New ones go above them; deletes are swept as much "
-                    "later.", (counter - self.clock.wall_ms()) / 1000,
-                )  # fmt: skip
+                    "later.",
+                    (counter - self.clock.wall_ms()) / 1000,
+                )
         return counter
 
     def _note_mark(self, device_id: str, device: Device) -> None:
@@ -299,9 +309,11 @@ class PoolContext:
             self.metrics.count("mark_damaged_total")
 
     def _raise_mark(self, limit: int) -> list[int]:
-        answers = self.each(self.view.devices,
-                            lambda _, d: d.raise_counter(MARK, limit, self.pool_key),
-                            patience=PATIENCE)  # fmt: skip
+        answers = self.each(
+            self.view.devices,
+            lambda _, d: d.raise_counter(MARK, limit, self.pool_key),
+            patience=PATIENCE,
+        )
         marks = [answer for answer in answers.values() if not isinstance(answer, Exception)]
         noted = [d for d, answer in answers.items() if not isinstance(answer, Exception)]
         if self.view.record.weight(noted) <= self.view.record.parity:
@@ -396,8 +408,9 @@ class PoolContext:
         if seen is not None:
             space = {m.device_id: seen.get(m.device_id) for m in asked}
         else:
-            space = self.each((m.device_id for m in asked), self.offer, patience=PATIENCE,
-                              brief="offer")  # fmt: skip
+            space = self.each(
+                (m.device_id for m in asked), self.offer, patience=PATIENCE, brief="offer"
+            )
         return [
             Offer(
                 candidate=Candidate(device=m.device_id, domain=m.domain, weight=m.weight),
@@ -411,11 +424,13 @@ class PoolContext:
         self, offers: Sequence[Offer], *, file_bytes: int = 0, inodes: int = 1
     ) -> list[Candidate]:
         """Those that have room for a column of `file_bytes` (0: of any size) and its `inodes`."""
-        return self.without_slow([
-            offer.candidate
-            for offer in offers
-            if not shortage(offer.usage, file_bytes=file_bytes, inodes=inodes)
-        ])  # fmt: skip
+        return self.without_slow(
+            [
+                offer.candidate
+                for offer in offers
+                if not shortage(offer.usage, file_bytes=file_bytes, inodes=inodes)
+            ]
+        )
 
     def candidates(self, exclude: Iterable[str] = (), *, file_bytes: int = 0) -> list[Candidate]:
         """Devices that may take new columns now (PROTOCOL 3)."""

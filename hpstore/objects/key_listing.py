@@ -80,8 +80,9 @@ class _Walk:
         if self.given_up:
             raise DeviceTimeout(
                 f"the listing of device {self._device.url} was given up after {self.steps} "
-                "directories", device=self._device_id,
-            )  # fmt: skip
+                "directories",
+                device=self._device_id,
+            )
 
 
 def _walk_all(store: PoolContext, prefix: str) -> tuple[dict[str, _Rows | Exception], set[str]]:
@@ -109,8 +110,12 @@ def _walk_all(store: PoolContext, prefix: str) -> tuple[dict[str, _Rows | Except
             if still[device] >= deadline and not futures[device].done():
                 walks[device].given_up = True
                 silent.add(device)
-                _log.warning("the listing of device %s stopped after %d directories: what only it "
-                             "holds is unknown", devices[device].url, steps)  # fmt: skip
+                _log.warning(
+                    "the listing of device %s stopped after %d directories: what only it "
+                    "holds is unknown",
+                    devices[device].url,
+                    steps,
+                )
     found: dict[str, _Rows | Exception] = {}
     for device, future in futures.items():
         if device not in silent:
@@ -140,8 +145,12 @@ def _walk_device(
                     continue
                 part = component_of(file, folding=folding)
                 if part is None:
-                    _log.warning("%s: %s/%s is no key; left alone", device.url, directory,
-                                 file.encode(errors="replace"))  # fmt: skip
+                    _log.warning(
+                        "%s: %s/%s is no key; left alone",
+                        device.url,
+                        directory,
+                        file.encode(errors="replace"),
+                    )
                     continue
                 child = f"{key}/{part}" if key else part
                 if child.startswith(prefix) or prefix.startswith(f"{child}/"):

@@ -76,9 +76,10 @@ class Routing:
             return ()
         turns = self._turns
         return tuple(
-            device for device, share in avoided.items()
+            device
+            for device, share in avoided.items()
             if not share or device not in turns or not _its_turn(next(turns[device]), share)
-        )  # fmt: skip
+        )
 
     def patience_seconds(self, device: str, nbytes: int) -> float | None:
         """How long a read may take that peers would have done; None when that is not known."""

@@ -39,8 +39,12 @@ def set_aside(store: PoolContext, survey: Survey) -> int:
     answers = store.each(by_device, move)
     moved = sum(answer for answer in answers.values() if isinstance(answer, int))
     store.metrics.count("file_set_aside_total", moved)
-    _log.warning("%d of %d files of %r that are none of this pool's were put into quarantine/",
-                 moved, len(files), survey.key)  # fmt: skip
+    _log.warning(
+        "%d of %d files of %r that are none of this pool's were put into quarantine/",
+        moved,
+        len(files),
+        survey.key,
+    )
     return moved
 
 

@@ -177,9 +177,13 @@ def staying_first(view: View, files: list[ColumnFile]) -> deque[ColumnFile]:
 
 
 def stable_survey(
-    store: PoolContext, key: str, *, absent: bool = True, patience: float | None = None,
+    store: PoolContext,
+    key: str,
+    *,
+    absent: bool = True,
+    patience: float | None = None,
     offers: bool = False,
-) -> Survey:  # fmt: skip
+) -> Survey:
     """A survey to act on: a listing of several devices is no snapshot. One that amounts to nothing
     is made again until two agree: the old version may have gone from where it was looked for last,
     and the new one come where it was looked for first. Without `absent`, for a caller who does the
@@ -285,14 +289,18 @@ def _without_blanks(
     unread = {file for file in tombstones if file.device in silent}
     if blanks:
         store.note_suspect(
-            "tombstone_blank_total", len(blanks), survey.key, f"device {blanks[0].device} has a "
+            "tombstone_blank_total",
+            len(blanks),
+            survey.key,
+            f"device {blanks[0].device} has a "
             f"tombstone of {survey.key!r} without its content: damage of this file, not a delete.",
-        )  # fmt: skip
+        )
     return replace(
-        survey, blanks=(*survey.blanks, *blanks),
+        survey,
+        blanks=(*survey.blanks, *blanks),
         files=tuple(file for file in survey.files if file not in unread and file not in blank),
         unknown=survey.unknown | {file.device for file in (*blanks, *unread)},
-    )  # fmt: skip
+    )
 
 
 def with_debts(
@@ -379,9 +387,13 @@ def _survey_once(
 
 
 def make_survey(
-    store: PoolContext, key: str, found: Iterable[ColumnFile], unknown: frozenset[str], *,
+    store: PoolContext,
+    key: str,
+    found: Iterable[ColumnFile],
+    unknown: frozenset[str],
+    *,
     offered: Mapping[str, Usage | None] | None = None,
-) -> Survey:  # fmt: skip
+) -> Survey:
     """A survey of what devices list under a key: names that no writer of the pool gave are put
     aside, counted, and queued for a repair, which takes them out of the way."""
     files: list[ColumnFile] = []
@@ -391,10 +403,13 @@ def make_survey(
         (files if tags.admits(file.name) else strangers).append(file)
     if strangers:
         store.note_suspect(
-            "stranger_file_total", len(strangers), key, f"device {strangers[0].device} lists "
+            "stranger_file_total",
+            len(strangers),
+            key,
+            f"device {strangers[0].device} lists "
             f"{strangers[0].name} under {key!r}, a name that no writer of this pool gave. Such "
             "files count for nothing, and go to quarantine/ with the next repair or scrub.",
-        )  # fmt: skip
+        )
     return Survey(
         key=key, files=tuple(files), unknown=unknown, offered=offered, strangers=tuple(strangers)
     )

@@ -73,11 +73,14 @@ def key_versions(store: PoolContext, key: str) -> list[VersionInfo]:
         current = current and not decides
         found.append(
             VersionInfo(
-                version=version_token(*content), standing=standing,
+                version=version_token(*content),
+                standing=standing,
                 current=decides and not may_be_older(store.view, survey, group),
-                columns=len(best.columns), needed=best.data, written=content[0] / 1000,
+                columns=len(best.columns),
+                needed=best.data,
+                written=content[0] / 1000,
             )
-        )  # fmt: skip
+        )
     return found
 
 

@@ -157,16 +157,24 @@ class PoolAdmin:
         self._session.require_writable()
         with self.repairing("scrub", gives_way=gives_way):
             return scrub_all(
-                self._store, prefix=prefix, progress=progress,
-                rate_bytes_per_second=rate_bytes_per_second, resume=resume, pace=pace,
-            )  # fmt: skip
+                self._store,
+                prefix=prefix,
+                progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second,
+                resume=resume,
+                pace=pace,
+            )
 
     def rebuild(
         self,
-        *, progress: ProgressCallback | None = None, rate_bytes_per_second: float | None = None,
-        include_missing: bool = False, everything: bool = False, pace: WorkPace | None = None,
+        *,
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+        include_missing: bool = False,
+        everything: bool = False,
+        pace: WorkPace | None = None,
         gives_way: bool = False,
-    ) -> RebuildReport:  # fmt: skip
+    ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
         Columns on members that are missing but not evicted are waited for while parity is left,
@@ -178,18 +186,26 @@ class PoolAdmin:
         with self.repairing("rebuild", gives_way=gives_way):
             unhealed = self._store.view.record.unhealed()
             report = rebuild_all(
-                self._store, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
-                include_missing=include_missing, everything=everything, pace=pace,
-            )  # fmt: skip
+                self._store,
+                progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second,
+                include_missing=include_missing,
+                everything=everything,
+                pace=pace,
+            )
         if report.whole and not self._store.view.missing and unhealed:
             self._mark_healed(unhealed)  # not those that were evicted meanwhile
         return report
 
     def rebalance(
-        self, *, spread: float = SPREAD, progress: ProgressCallback | None = None,
-        rate_bytes_per_second: float | None = None, pace: WorkPace | None = None,
+        self,
+        *,
+        spread: float = SPREAD,
+        progress: ProgressCallback | None = None,
+        rate_bytes_per_second: float | None = None,
+        pace: WorkPace | None = None,
         gives_way: bool = False,
-    ) -> RebalanceReport:  # fmt: skip
+    ) -> RebalanceReport:
         """Move columns from full devices to empty ones when they differ by more than `spread` of
         their size, until it is half of that. No object has less than its full stripe meanwhile.
 
@@ -203,9 +219,12 @@ class PoolAdmin:
         self._session.refresh()
         with self.repairing("rebalance", gives_way=gives_way):
             return rebalance_all(
-                self._store, spread=spread, progress=progress,
-                rate_bytes_per_second=rate_bytes_per_second, pace=pace,
-            )  # fmt: skip
+                self._store,
+                spread=spread,
+                progress=progress,
+                rate_bytes_per_second=rate_bytes_per_second,
+                pace=pace,
+            )
 
     @contextmanager
     def repairing(self, what: str, *, gives_way: bool) -> Iterator[None]:
@@ -243,8 +262,10 @@ class PoolAdmin:
         until = self.clock.monotonic() + self._session.config.settings.lock_deadline_seconds
         while self.repair_wanted():
             if self.clock.monotonic() >= until:
-                raise LockTimeout(f"{what}: another process waits to rebuild, rebalance or scrub, "
-                                  "and goes first. Nothing was changed.")  # fmt: skip
+                raise LockTimeout(
+                    f"{what}: another process waits to rebuild, rebalance or scrub, "
+                    "and goes first. Nothing was changed."
+                )
             self.clock.wait(_WAIT_SECONDS)
 
     def _mark_healed(self, devices: Collection[str]) -> None:
@@ -257,8 +278,12 @@ class PoolAdmin:
                 self._session.refresh()
         except LockTimeout as error:
             self._store.metrics.count("healed_not_marked_total")
-            _log.warning("pool %s is rebuilt, and does not say so of evicted devices until the "
-                         "next rebuild: %s", self._session.config.name, error)  # fmt: skip
+            _log.warning(
+                "pool %s is rebuilt, and does not say so of evicted devices until the "
+                "next rebuild: %s",
+                self._session.config.name,
+                error,
+            )
 
     def settle(self, key: str) -> None:
         """Bring the newest version to its full stripe before acting on it (PROTOCOL 8).

@@ -78,9 +78,15 @@ def create_pool(
     with ExitStack() as undo:
         keep = partial(_keep, made, undo)
         record = create_members(
-            urls, domains, opener, made,
-            data=chosen.data, parity=chosen.parity, unit_bytes=unit_bytes, keep=keep,
-        )  # fmt: skip
+            urls,
+            domains,
+            opener,
+            made,
+            data=chosen.data,
+            parity=chosen.parity,
+            unit_bytes=unit_bytes,
+            keep=keep,
+        )
         undo.pop_all()
     if warning := domain_warning(record):
         _log.warning("%s", warning)

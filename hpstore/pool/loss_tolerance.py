@@ -47,6 +47,6 @@ def require_stored(info: ObjectInfo, wanted: int) -> None:
             f"min_losses_tolerated asks for {wanted}: devices failed while it was written. It can "
             "be read and may be written again; a rebuild brings it to its full stripe.",
             key=info.key,
-        )  # fmt: skip
+        )
         error.maybe_visible = True
         raise error

@@ -57,9 +57,14 @@ class Pool:
     ) -> None:
         """Open a pool by its settings; PoolSession has the other arguments."""
         self._session = PoolSession(
-            config, read_only=read_only, opener=opener, clock=clock, threads=threads,
-            erasure_backend=erasure_backend, monitor=monitor,
-        )  # fmt: skip
+            config,
+            read_only=read_only,
+            opener=opener,
+            clock=clock,
+            threads=threads,
+            erasure_backend=erasure_backend,
+            monitor=monitor,
+        )
         self._store, self.admin = self._session.store, PoolAdmin(self._session)
 
     @property
@@ -133,15 +138,25 @@ class Pool:
         with self._session.naming_lacks():
             if not if_absent and if_version is None:
                 info = put_object(
-                    self._store, key, source, metadata=metadata or {}, throttle=throttle,
+                    self._store,
+                    key,
+                    source,
+                    metadata=metadata or {},
+                    throttle=throttle,
                     unit_bytes=unit_bytes,
-                )  # fmt: skip
+                )
             else:
                 info = put_if(
-                    self._store, self._session.claims, key, source, metadata=metadata or {},
-                    throttle=throttle, if_absent=if_absent, if_version=if_version,
+                    self._store,
+                    self._session.claims,
+                    key,
+                    source,
+                    metadata=metadata or {},
+                    throttle=throttle,
+                    if_absent=if_absent,
+                    if_version=if_version,
                     unit_bytes=unit_bytes,
-                )  # fmt: skip
+                )
         require_stored(info, wanted)
         return info
 
@@ -343,9 +358,11 @@ class Pool:
         One scrub or rebuild of a pool at a time (LockTimeout).
         """
         return self.admin.scrub(
-            prefix=prefix, progress=progress, rate_bytes_per_second=rate_bytes_per_second,
+            prefix=prefix,
+            progress=progress,
+            rate_bytes_per_second=rate_bytes_per_second,
             resume=resume,
-        )  # fmt: skip
+        )
 
     def rebuild(
         self,
@@ -362,14 +379,20 @@ class Pool:
         `everything`. Killed, it is resumed by running it again. One at a time (LockTimeout).
         """
         return self.admin.rebuild(
-            progress=progress, rate_bytes_per_second=rate_bytes_per_second,
-            include_missing=include_missing, everything=everything,
-        )  # fmt: skip
+            progress=progress,
+            rate_bytes_per_second=rate_bytes_per_second,
+            include_missing=include_missing,
+            everything=everything,
+        )
 
     def add_device(
-        self, url: str, domain: str | None = None, *, force: bool = False,
+        self,
+        url: str,
+        domain: str | None = None,
+        *,
+        force: bool = False,
         allow_root_disk: bool = False,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Make an unused place a member; returns its device id. New objects use it at once.
         `allow_root_disk`: also where a mount seems to be missing, which is a ConfigError else."""
         return self.admin.devices.add(url, domain, force=force, allow_root_disk=allow_root_disk)

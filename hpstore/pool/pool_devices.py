@@ -54,8 +54,14 @@ class PoolDevices:
         have left come first. MembershipError where none or several are meant."""
         return self._session.member(device, returning=returning)
 
-    def add(self, url: str, domain: str | None = None, *, force: bool = False,
-                   allow_root_disk: bool = False) -> str:  # fmt: skip
+    def add(
+        self,
+        url: str,
+        domain: str | None = None,
+        *,
+        force: bool = False,
+        allow_root_disk: bool = False,
+    ) -> str:
         """Make an unused place a member; returns its device id. New objects use it at once.
         `allow_root_disk`: also where a mount seems to be missing, which is a ConfigError else."""
         self._session.require_writable()

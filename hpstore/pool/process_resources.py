@@ -30,9 +30,15 @@ def make_scheduler(settings: Settings, *, threads: bool) -> Scheduler:
 
 
 def make_store(
-    view: View, settings: Settings, backend: Backend, clock: Clock, scheduler: Scheduler,
-    *, read_only: bool, pool_key: PoolKey | None,
-) -> PoolContext:  # fmt: skip
+    view: View,
+    settings: Settings,
+    backend: Backend,
+    clock: Clock,
+    scheduler: Scheduler,
+    *,
+    read_only: bool,
+    pool_key: PoolKey | None,
+) -> PoolContext:
     """A store with empty counters and no memory taken yet."""
     return PoolContext(
         view=view,

@@ -27,10 +27,15 @@ class Replaced:
 
 
 def replace_device(
-    pool: Pool, old: str, new: str, *, domain: str | None = None,
-    rate_bytes_per_second: float | None = None, progress: ProgressCallback | None = None,
+    pool: Pool,
+    old: str,
+    new: str,
+    *,
+    domain: str | None = None,
+    rate_bytes_per_second: float | None = None,
+    progress: ProgressCallback | None = None,
     allow_root_disk: bool = False,
-) -> Replaced:  # fmt: skip
+) -> Replaced:
     """Add the device at `new`, move everything off `old` where that answers, else evict it and
     rebuild what it held. The new one takes the old one's failure domain unless one is given.
 

@@ -118,10 +118,12 @@ class PoolSession(Closing):
         )
         self.store.key_lock = self._repair_lock
         self.claims = Claims(
-            self.registers, self.store.clock, lambda seen: self.store.counter.next(seen),
+            self.registers,
+            self.store.clock,
+            lambda seen: self.store.counter.next(seen),
             deadline_seconds=config.settings.lock_deadline_seconds,
             ttl_seconds=config.settings.claim_seconds,
-        )  # fmt: skip
+        )
         self._repairs = RepairQueue()
         self._repairer: threading.Thread | None = None
         self._wake = threading.Event()
@@ -157,9 +159,14 @@ class PoolSession(Closing):
             raise
         self.problems, self._denied = dict(opened.problems), opened.denied
         store = make_store(
-            opened.view, config.settings, backend, clock, scheduler, read_only=self.read_only,
+            opened.view,
+            config.settings,
+            backend,
+            clock,
+            scheduler,
+            read_only=self.read_only,
             pool_key=config.key,
-        )  # fmt: skip
+        )
         _note_read_only(store, opened.read_only)
         return store
 
@@ -197,8 +204,9 @@ class PoolSession(Closing):
             if rest:
                 self.set_places(rest)
         except ConfigError as error:  # it has left all the same
-            _log.warning("%s still names %s, which has left the pool: %s", self.config.path, place,
-                         error)  # fmt: skip
+            _log.warning(
+                "%s still names %s, which has left the pool: %s", self.config.path, place, error
+            )
 
     def refresh(self) -> None:
         """Read the membership anew: newest record, devices that came, left or came back.
@@ -240,9 +248,13 @@ class PoolSession(Closing):
         scheduler, settings = self.store.scheduler, self.config.settings
         deadline = settings.open_deadline_seconds
         opened, failed = identify_all(
-            urls, self.opener, scheduler, deadline, self.config.key,
+            urls,
+            self.opener,
+            scheduler,
+            deadline,
+            self.config.key,
             lambda found: suffice(record, [*kept, *(o.identity.device_id for o in found.values())]),
-        )  # fmt: skip
+        )
         problems = {url: str(error) for url, error in failed.items()}
         for url, found in list(opened.items()):
             ours = belongs(found, record.pool_id)
@@ -251,9 +263,12 @@ class PoolSession(Closing):
             problems[url] = copied(url) if ours else foreign(url)
             opened.pop(url).device.close()
         proof = prove(
-            opened, scheduler, write=not self.read_only, deadline_seconds=deadline,
+            opened,
+            scheduler,
+            write=not self.read_only,
+            deadline_seconds=deadline,
             enough=lambda ids: suffice(record, [*kept, *ids]),
-        )  # fmt: skip
+        )
         for url, error in proof.failed.items():
             problems[url] = str(error)
             opened.pop(url)
@@ -320,8 +335,10 @@ class PoolSession(Closing):
         if found is None:
             reason = failed.get(member.url, f"{member.url} holds another device now (wiped?)")
             if not was:
-                reason = (f"the pool's record has it at {member.url}, and the settings use no such "
-                          "protocol: list it in pool.toml if it is yours")  # fmt: skip
+                reason = (
+                    f"the pool's record has it at {member.url}, and the settings use no such "
+                    "protocol: list it in pool.toml if it is yours"
+                )
             raise MembershipError(
                 f"device {member.device_id[:8]} does not answer: {reason}. A wiped one is added as "
                 "a new device."

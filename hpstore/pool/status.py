@@ -99,9 +99,14 @@ class _Look:
 
 
 def device_status(
-    store: PoolContext, problems: Mapping[str, str], sights: Mapping[str, DeviceSight],
-    observed: Mapping[str, ObservedDevice], told: Mapping[str, Decision], *, past: bool = True,
-) -> list[DeviceStatus]:  # fmt: skip
+    store: PoolContext,
+    problems: Mapping[str, str],
+    sights: Mapping[str, DeviceSight],
+    observed: Mapping[str, ObservedDevice],
+    told: Mapping[str, Decision],
+    *,
+    past: bool = True,
+) -> list[DeviceStatus]:
     """Every member and evicted device, without those that are `past` where these are not wanted.
     `observed`: as an agent's probes found them, for a store
     that may not write; `told`: what other processes hold against them."""

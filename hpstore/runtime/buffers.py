@@ -77,9 +77,7 @@ def lock_for_life(locks: PageLocks, memory: Bytes) -> weakref.finalize[..., Any]
     locks.pin(memory)
     # not into a deque, as slots come back: memory that is unmapped under a lock would be copied
     # from pages that are no longer there (docs/decisions/0045)
-    end = weakref.finalize(
-        memory, _unlock, locks, memory.ctypes.data, memory.nbytes, os.getpid()
-    )  # fmt: skip
+    end = weakref.finalize(memory, _unlock, locks, memory.ctypes.data, memory.nbytes, os.getpid())
     end.atexit = False  # the process takes its locks along
     return end
 

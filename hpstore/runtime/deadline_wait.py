@@ -24,9 +24,7 @@ class Patience:
     spare: Callable[[set[str]], bool]
 
 
-def wait_awake(
-    futures: Collection[Future[Any]], seconds: float, *, first: bool = False
-) -> float:  # fmt: skip
+def wait_awake(futures: Collection[Future[Any]], seconds: float, *, first: bool = False) -> float:
     """Wait until all futures are done, with `first` any of them; for `seconds` at most.
 
     Time in which the process was stopped (SIGSTOP, a virtual machine that is moved) is no time in
@@ -62,5 +60,8 @@ def wait_for_enough(
 
 
 def _failed(futures: Mapping[str, Future[Any]]) -> set[str]:
-    return {device for device, future in futures.items()
-            if future.done() and future.exception() is not None}  # fmt: skip
+    return {
+        device
+        for device, future in futures.items()
+        if future.done() and future.exception() is not None
+    }

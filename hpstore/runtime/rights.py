@@ -35,8 +35,9 @@ def group_number(group: str) -> int:
     try:
         return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
     except KeyError as error:
-        raise ConfigError(f"there is no group {group!r} on this host: make it first, or give its "
-                          "number") from error  # fmt: skip
+        raise ConfigError(
+            f"there is no group {group!r} on this host: make it first, or give its number"
+        ) from error
 
 
 def keep_rights(fd: int, path: Path) -> None:

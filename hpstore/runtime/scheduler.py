@@ -134,9 +134,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, workers_per_device: int, queue_depth: int, compute_threads: int, threads: bool,
+        self,
+        *,
+        workers_per_device: int,
+        queue_depth: int,
+        compute_threads: int,
+        threads: bool,
         stuck_seconds: float = 30.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._stuck_seconds = stuck_seconds
         self._workers, self._depth = workers_per_device, queue_depth
         self._compute_threads, self._threads = compute_threads, threads
@@ -190,9 +195,14 @@ class Scheduler:
             return lane
 
     def gather(
-        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
-        patience: Patience | None = None, brief: str = "", ask_late: bool = False,
-    ) -> dict[str, T | Exception]:  # fmt: skip
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        deadline_seconds: float,
+        *,
+        patience: Patience | None = None,
+        brief: str = "",
+        ask_late: bool = False,
+    ) -> dict[str, T | Exception]:
         """Run one call per device at the same time; results or errors by device.
 
         A device that does not answer in time gets a DeviceTimeout; its call goes on. With
@@ -232,9 +242,12 @@ class Scheduler:
         return results
 
     def start(
-        self, calls: Mapping[str, Callable[[], T]], *, brief: str = "",
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        *,
+        brief: str = "",
         into: dict[str, Future[T]] | None = None,
-    ) -> dict[str, Future[T]]:  # fmt: skip
+    ) -> dict[str, Future[T]]:
         """Begin one call per device, for a caller that waits in its own way.
 
         `brief` as for gather: those that were made in turn have their answers on return. `into` is
@@ -257,7 +270,7 @@ class Scheduler:
 
     def _note_round(
         self, kind: str, futures: Collection[Future[T]], began: float, *, in_turn: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """When the last of these calls has answered, and none has failed: what they took."""
         arrivals = itertools.count(1)  # next() is atomic
 
@@ -289,9 +302,11 @@ class Scheduler:
             raise
 
     def _side_by_side(
-        self, calls: Mapping[str, Callable[[], T]], tour: Tour | None,
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        tour: Tour | None,
         futures: dict[str, Future[T]],
-    ) -> dict[str, Future[T]]:  # fmt: skip
+    ) -> dict[str, Future[T]]:
         """Make the calls on their lanes, into `futures`; of a tour that is left, those that it has
         not begun."""
         ends: dict[str, list[Callable[[], None]]] = {}
@@ -327,10 +342,13 @@ class Scheduler:
                     self._late.setdefault(device, (future, began))
 
     def gather_once(
-        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,
-        late: Callable[[str, Future[T]], None] | None = None, *,
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        deadline_seconds: float,
+        late: Callable[[str, Future[T]], None] | None = None,
+        *,
         patience: Patience | None = None,
-    ) -> dict[str, T | Exception]:  # fmt: skip
+    ) -> dict[str, T | Exception]:
         """As gather, on lanes that end with their calls. For names that are no devices' ids.
 
         A call that does not answer in time keeps its lane, which refuses others until it has ended:

@@ -15,9 +15,13 @@ KILL_SECONDS = 5.0  # for a killed one to be gone
 
 
 def output_of(
-    command: Sequence[str], timeout_seconds: float, *, max_bytes: int,
-    environment: Mapping[str, str], directory: str | None = None,
-) -> tuple[int | None, str]:  # fmt: skip
+    command: Sequence[str],
+    timeout_seconds: float,
+    *,
+    max_bytes: int,
+    environment: Mapping[str, str],
+    directory: str | None = None,
+) -> tuple[int | None, str]:
     """Exit status, and the first `max_bytes` of what it wrote to both outputs.
 
     None when it took too long; one that cannot even be killed, since it hangs in the kernel, is
@@ -26,9 +30,14 @@ def output_of(
     """
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            cwd=directory, env=environment, start_new_session=True,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=directory,
+            env=environment,
+            start_new_session=True,
+        )
         code: int | None = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -30,9 +30,14 @@ def read_text_file(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -
 
 
 def write_atomically(
-    path: Path, text: str, *, durable: bool = True, mode: int | None = None, group: int = -1,
+    path: Path,
+    text: str,
+    *,
+    durable: bool = True,
+    mode: int | None = None,
+    group: int = -1,
     as_before: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Replace a text file. If it must be `durable`, its content is synced before it has the name,
     and then the name: pool.toml alone has the pool's key.
     `mode`: of the file, from its beginning; the umask decides unless given. `group`: it is given

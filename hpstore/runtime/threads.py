@@ -76,9 +76,7 @@ class WorkerThreads(ThreadPoolExecutor):
         self._left: set[Future[Any]] = set()  # to those that work, when no more could be started
         super().__init__(workers, name, initializer=self._any.set)
 
-    def submit(
-        self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[T]:  # fmt: skip
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """As of any executor. Where no thread works and none can be started, it returns when the
         call is made."""
         future: Future[T] = Future()

@@ -121,8 +121,12 @@ class DirectContract(ABC):
             with pytest.raises(ValueError, match="not a multiple of 4096"):
                 engine.read(file, offset, length, arena, place)
         for offset, length, place in (
-            (0, 0, 0), (-PAGE, PAGE, 0), (0, PAGE, -PAGE), (0, PAGE, 64 * KIB), (0, MIB, 0),
-        ):  # fmt: skip
+            (0, 0, 0),
+            (-PAGE, PAGE, 0),
+            (0, PAGE, -PAGE),
+            (0, PAGE, 64 * KIB),
+            (0, MIB, 0),
+        ):
             with pytest.raises(ValueError, match="outside of an arena"):
                 engine.read(file, offset, length, arena, place)
         with pytest.raises(ValueError, match="arena of 0 bytes"):

@@ -75,9 +75,12 @@ class FakeGpu:
     device = torch.device("cpu")
 
     def __init__(
-        self, driver: FakeCuFile | None = None, *, obstacles: dict[str, str] | None = None,
+        self,
+        driver: FakeCuFile | None = None,
+        *,
+        obstacles: dict[str, str] | None = None,
         kernels: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.driver_of_all = FakeCuFile() if driver is None else driver
         self.pinned: dict[int, int] = {}
         self.asked: list[str] = []
@@ -180,10 +183,14 @@ class FakeGpu:
         held = memory.numpy()
         for sources, targets in zip(jobs.sources.tolist(), jobs.targets.tolist(), strict=True):
             self._code.reconstruct(
-                Code.RS_CAUCHY, jobs.data, jobs.parity, jobs.have, jobs.want,
+                Code.RS_CAUCHY,
+                jobs.data,
+                jobs.parity,
+                jobs.have,
+                jobs.want,
                 [held[at : at + jobs.length] for at in sources],
                 [held[at : at + jobs.length] for at in targets],
-            )  # fmt: skip
+            )
         with self._lock:
             self.decoded += jobs.targets.size
 

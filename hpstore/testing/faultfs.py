@@ -56,9 +56,12 @@ class FaultFilesystem(Closing):
         # by path and isolated: it imports the standard library alone, so it starts in 0.1 s
         command = [sys.executable, "-I", os.path.abspath(fuse.__file__), self.backing, self.path]
         self._server = subprocess.Popen(
-            [*command, self._log] if self._log else command, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, cwd="/",
-        )  # fmt: skip
+            [*command, self._log] if self._log else command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd="/",
+        )
         assert self._server.stdout is not None
         if self._server.stdout.readline() != "ready\n":
             raise OSError(f"the FUSE server for {self.backing} did not start; see its messages")

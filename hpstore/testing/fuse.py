@@ -153,12 +153,29 @@ class FuseServer:
         self._next = 2
         self._listings: dict[int, list[str]] = {}  # by open directory, as of its first read
         self._handlers: dict[int, Handler] = {
-            1: self._lookup, 3: self._getattr, 4: self._setattr, 9: self._mkdir, 10: self._unlink,
-            11: self._rmdir, 12: self._rename, 14: self._open, 15: self._read, 16: self._write,
-            17: self._statfs, 18: self._release, 20: self._fsync, 25: self._flush, 26: self._init,
-            27: self._open, 28: self._readdir, 29: self._release, 30: self._fsync,
-            35: self._create, 43: self._fallocate, 45: self._rename2,
-        }  # fmt: skip
+            1: self._lookup,
+            3: self._getattr,
+            4: self._setattr,
+            9: self._mkdir,
+            10: self._unlink,
+            11: self._rmdir,
+            12: self._rename,
+            14: self._open,
+            15: self._read,
+            16: self._write,
+            17: self._statfs,
+            18: self._release,
+            20: self._fsync,
+            25: self._flush,
+            26: self._init,
+            27: self._open,
+            28: self._readdir,
+            29: self._release,
+            30: self._fsync,
+            35: self._create,
+            43: self._fallocate,
+            45: self._rename2,
+        }
 
     def run(self) -> None:
         """One worker: until the file system is unmounted."""
@@ -328,8 +345,9 @@ class FuseServer:
         flags, mode, umask, _ = struct.unpack_from("<IIII", body)
         (name,) = _names(body[16:])
         kept = flags & ~(os.O_DIRECT | os.O_APPEND)
-        fd = os.open(name, kept | os.O_CREAT | os.O_CLOEXEC, mode & ~umask,
-                     dir_fd=self._node(node).fd)  # fmt: skip
+        fd = os.open(
+            name, kept | os.O_CREAT | os.O_CLOEXEC, mode & ~umask, dir_fd=self._node(node).fd
+        )
         return self._entry(node, name) + struct.pack("<QII", fd, 0, 0)
 
     def _read(self, node: int, body: memoryview) -> Reply:
@@ -380,9 +398,17 @@ class FuseServer:
         self._meet("statfs", node)
         found = os.statvfs(self._node(node).link)
         return struct.pack(
-            "<5Q4I6I", found.f_blocks, found.f_bfree, found.f_bavail, found.f_files, found.f_ffree,
-            found.f_bsize, found.f_namemax, found.f_frsize, *[0] * 7,
-        )  # fmt: skip
+            "<5Q4I6I",
+            found.f_blocks,
+            found.f_bfree,
+            found.f_bavail,
+            found.f_files,
+            found.f_ffree,
+            found.f_bsize,
+            found.f_namemax,
+            found.f_frsize,
+            *[0] * 7,
+        )
 
     def _readdir(self, node: int, body: memoryview) -> Reply:
         self._meet("readdir", node)
@@ -411,10 +437,19 @@ def _names(body: memoryview) -> list[str]:
 def _attributes(status: os.stat_result) -> bytes:
     times = (status.st_atime_ns, status.st_mtime_ns, status.st_ctime_ns)
     return _ATTRIBUTES.pack(
-        status.st_ino, status.st_size, status.st_blocks, *(t // 10**9 for t in times),
-        *(t % 10**9 for t in times), status.st_mode, status.st_nlink, status.st_uid, status.st_gid,
-        status.st_rdev & 0xFFFFFFFF, 4096, 0,
-    )  # fmt: skip
+        status.st_ino,
+        status.st_size,
+        status.st_blocks,
+        *(t // 10**9 for t in times),
+        *(t % 10**9 for t in times),
+        status.st_mode,
+        status.st_nlink,
+        status.st_uid,
+        status.st_gid,
+        status.st_rdev & 0xFFFFFFFF,
+        4096,
+        0,
+    )
 
 
 def _mount(path: str) -> int:

@@ -14,8 +14,10 @@ class ListingContract:
         for path in ("objects/a/@1", "objects/a/@2", "objects/a/b/@3", "objects/c/@4"):
             store(device, path, pattern(PAGE))
         assert set(device.entries("objects/a")) == {
-            DirectoryEntry("@1", False), DirectoryEntry("@2", False), DirectoryEntry("b", True),
-        }  # fmt: skip
+            DirectoryEntry("@1", False),
+            DirectoryEntry("@2", False),
+            DirectoryEntry("b", True),
+        }
         assert set(device.entries("objects")) == {
             DirectoryEntry("a", True),
             DirectoryEntry("c", True),

@@ -80,9 +80,14 @@ class Harness:
         )
         save_config(self.config)
         create_members(
-            list(self.urls), domains, self._open_url, self.config,
-            data=data, parity=parity, unit_bytes=unit_bytes,
-        )  # fmt: skip
+            list(self.urls),
+            domains,
+            self._open_url,
+            self.config,
+            data=data,
+            parity=parity,
+            unit_bytes=unit_bytes,
+        )
 
     def _fresh(self, url: str) -> MemoryDevice:
         return MemoryDevice(url, recycle_bytes=self.recycle_bytes)

@@ -201,9 +201,13 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         loaded = saved.tree() if loaded is None else loaded
         self._drop_folder()
         self._folder = write_resume_folder(
-            parent, loaded, step, rank=self._ranks.rank, world=self._ranks.world,
+            parent,
+            loaded,
+            step,
+            rank=self._ranks.rank,
+            world=self._ranks.world,
             saved_by=saved.manifest.world,
-        )  # fmt: skip
+        )
         return self._folder
 
     def _drop_folder(self) -> None:
@@ -345,10 +349,12 @@ class PoolAccelerate(Closing):
         for hook in accelerator._load_model_state_pre_hook.values():
             hook(models, os.fspath(known))
         takers = {
-            "models": models, "optimizers": accelerator._optimizers,
-            "schedulers": accelerator._schedulers, "dataloaders": accelerator._dataloaders,
+            "models": models,
+            "optimizers": accelerator._optimizers,
+            "schedulers": accelerator._schedulers,
+            "dataloaders": accelerator._dataloaders,
             "custom": accelerator._custom_objects,
-        }  # fmt: skip
+        }
         for kind, things in takers.items():
             if len(loaded[kind]) != len(things):
                 raise CheckpointMismatch(
@@ -363,8 +369,11 @@ class PoolAccelerate(Closing):
         accelerator.step = loaded["step"]
         accelerator.project_configuration.iteration = loaded["iteration"] + 1
         if newcomer:
-            _log.warning("rank %d was not there when %s was saved: its RNG goes on as it is",
-                         self._ranks.rank, known)  # fmt: skip
+            _log.warning(
+                "rank %d was not there when %s was saved: its RNG goes on as it is",
+                self._ranks.rank,
+                known,
+            )
         else:
             set_rng_state(loaded["rng"])
 

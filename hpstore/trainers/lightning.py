@@ -62,9 +62,14 @@ class PoolCheckpointIO(CheckpointIO):
     """
 
     def __init__(
-        self, pool: PoolLike, prefix: str, *, root: PathLike | None = None,
-        allow_pickle: bool = False, files: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        pool: PoolLike,
+        prefix: str,
+        *,
+        root: PathLike | None = None,
+        allow_pickle: bool = False,
+        files: bool = False,
+    ) -> None:
         self._pool, self.prefix, self._allow_pickle = pool, prefix, allow_pickle
         self.files = files
         self.root = None if root is None else os.path.realpath(root)
@@ -91,9 +96,10 @@ class PoolCheckpointIO(CheckpointIO):
         marker = self._marker(path)
         made = marker is not None and not os.path.isfile(marker)
         self.checkpoints.save(
-            name_of(path, self.root), checkpoint,
+            name_of(path, self.root),
+            checkpoint,
             durable=None if self.files else lambda: self._mark(marker),
-        )  # fmt: skip
+        )
         if self.files:
             self._write(marker, checkpoint)
         elif made:  # now already, as Lightning asks for it before the next save

@@ -88,7 +88,7 @@ class NamedCheckpoints(Closing):
 
     def __init__(
         self, pool: Pool, prefix: str, *, keep_last: int | None = None, allow_pickle: bool = False
-    ) -> None:  # fmt: skip
+    ) -> None:
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ConfigError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last

@@ -134,9 +134,10 @@ class RenamePlan:
         """Swept entries that are old; to drop unless the next root of the place is in use."""
         old = self.next_sequence - OLD
         return [
-            move for move in self.roots.values()
+            move
+            for move in self.roots.values()
             if move.swept and move.sequence < old and next_root(move.root) not in self.roots
-        ]  # fmt: skip
+        ]
 
     def owns(self, root: str, rest: str) -> bool:
         """Whether removing `root` removes the object `root`/`rest`: no other root holds it."""

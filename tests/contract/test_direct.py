@@ -43,9 +43,9 @@ class TestFakeWithoutCounters(DirectContract):
         return DirectEngine(FakeCuFile(route=""), threads=2)
 
 
-def opened(tmp_path: Path, driver: FakeCuFile, **options: float) -> tuple[
-    DirectEngine, DirectFile, DirectArena
-]:  # fmt: skip
+def opened(
+    tmp_path: Path, driver: FakeCuFile, **options: float
+) -> tuple[DirectEngine, DirectFile, DirectArena]:
     """An engine of two threads with a file of 1 MiB and an arena for it."""
     engine = DirectEngine(driver, threads=2, **options)  # type: ignore[arg-type]  # max_pending
     (tmp_path / "file").write_bytes(pattern(MIB).tobytes())

@@ -95,8 +95,9 @@ def test_stages_have_the_methods_that_are_watched() -> None:
     backward = inspect.signature(PipelineStage.backward_one_chunk).parameters
     assert list(backward)[:4] == ["self", "bwd_chunk_id", "loss", "full_backward"]
     for name, first in (
-        ("forward_one_chunk", "fwd_chunk_id"), ("backward_weight_one_chunk", "bwd_chunk_id"),
-    ):  # fmt: skip
+        ("forward_one_chunk", "fwd_chunk_id"),
+        ("backward_weight_one_chunk", "bwd_chunk_id"),
+    ):
         assert list(inspect.signature(getattr(PipelineStage, name)).parameters)[1] == first
     assert callable(PipelineStage.perform_reduce_grad)
     assert callable(PipelineStage.clear_runtime_states)
@@ -149,7 +150,7 @@ def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [
         (torch.randn(8, WIDTH, generator=drawn), torch.randn(8, WIDTH, generator=drawn))
         for _ in range(3)
-    ]  # fmt: skip
+    ]
 
 
 def in_one_process() -> list[float]:

@@ -44,9 +44,14 @@ class Agents:
     """
 
     def __init__(
-        self, toml: Path, directory: Path, *, grace: float = 0.5, scrub_days: float = 0.0,
+        self,
+        toml: Path,
+        directory: Path,
+        *,
+        grace: float = 0.5,
+        scrub_days: float = 0.0,
         extra: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.toml, self.directory, self.log = toml, directory, directory / "agent.log"
         with hpstore.open(toml, read_only=True) as pool:
             self.run_directory = pool.admin.run_directory
@@ -74,9 +79,11 @@ class Agents:
         (self.run_directory / STATUS_FILE).unlink(missing_ok=True)  # one that was killed leaves it
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                self.command("agent", *words, launcher=launcher), stdout=log, stderr=log,
+                self.command("agent", *words, launcher=launcher),
+                stdout=log,
+                stderr=log,
                 env=self.environment(),
-            )  # fmt: skip
+            )
         try:
             yield process
         finally:
@@ -100,9 +107,10 @@ class Agents:
     def until(self, what: str, done: Callable[[], bool]) -> None:
         """Wait for the agent, which is another process."""
         poll(
-            PATIENCE, done,
+            PATIENCE,
+            done,
             lambda: f"{what}: {json.dumps(self.status())[-3000:]}\n{self.log.read_text()[-3000:]}",
-        )  # fmt: skip
+        )
 
     def whole(self) -> bool:
         """Whether every object survives two losses."""

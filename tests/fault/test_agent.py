@@ -32,19 +32,26 @@ class Node(Agents):
         toml = directory / "pool.toml"
         self.content = {f"k/{i}": bytes([i]) * (300_000 + i) for i in range(12)}
         with hpstore.create(
-            [directory / f"d{i}" for i in range(7)], data=3, parity=2, config=toml,
+            [directory / f"d{i}" for i in range(7)],
+            data=3,
+            parity=2,
+            config=toml,
             unit_bytes=64 * KIB,
             settings=Settings(memory_bytes=32 * MIB, run_directory=str(directory / "run")),
-        ) as pool:  # fmt: skip
+        ) as pool:
             for key, body in self.content.items():
                 pool.put(key, body)
         super().__init__(toml, directory, grace=grace, extra=extra)
 
     def run(self, *words: str, code: int = 0) -> str:
         done = subprocess.run(
-            self.command(*words), capture_output=True, text=True, timeout=120, check=False,
+            self.command(*words),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
             env=self.environment(),
-        )  # fmt: skip
+        )
         assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout if code == 0 else done.stderr
 
@@ -157,9 +164,12 @@ def test_a_terminal_that_shows_an_agents_rounds_holds_no_device(node: Node) -> N
     with node.agent("--listen", "none") as agent:
         node.until("looking", lambda: node.state_of(2) == "online/online")
         watching = subprocess.Popen(
-            node.command("status", "--watch"), stdin=theirs, stdout=theirs, stderr=theirs,
+            node.command("status", "--watch"),
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
             env={**node.environment(), "TERM": "xterm"},
-        )  # fmt: skip
+        )
         os.close(theirs)
         sent = bytearray()
 

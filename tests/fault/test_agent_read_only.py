@@ -14,11 +14,10 @@ from tests.fault.common import Bench, MakeDisks, payload, poll, tree
 from tests.thorough import LONG
 
 pytestmark = [
-    pytest.mark.fault, pytest.mark.root,
-    pytest.mark.skipif(
-        not LONG, reason="takes 10 s: make test-fault"
-    ),
-]  # fmt: skip
+    pytest.mark.fault,
+    pytest.mark.root,
+    pytest.mark.skipif(not LONG, reason="takes 10 s: make test-fault"),
+]
 GRACE_SECONDS = 1.0
 
 

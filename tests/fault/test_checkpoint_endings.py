@@ -203,8 +203,12 @@ def test_an_interpreter_that_ends_without_close_waits_for_its_save(
     """After an exception, after the last line; for no longer than drain_seconds."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(one_step.toml), how, str(drain_seconds)],
-        capture_output=True, text=True, timeout=PATIENCE, check=False, cwd=Path.cwd(),
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+        cwd=Path.cwd(),
+    )
     assert done.returncode == status, done.stderr
     assert ("the loop has a bug" in done.stderr) == (how == "raises")
     with one_step.open() as pool:
@@ -259,6 +263,8 @@ def test_killed_savers_leave_the_newest_committed_step_and_all_others_whole(
             rolled_forward += newest - steps[-1]
         assert pool.scrub().clean
     with capsys.disabled():
-        print(f"\n{KILLS} kills, {acknowledged} saves acknowledged, {rolled_forward} became "
-              f"visible; seed {SEED}")  # fmt: skip
+        print(
+            f"\n{KILLS} kills, {acknowledged} saves acknowledged, {rolled_forward} became "
+            f"visible; seed {SEED}"
+        )
     assert acknowledged >= KILLS

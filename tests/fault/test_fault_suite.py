@@ -30,9 +30,10 @@ pytestmark = [pytest.mark.fault, pytest.mark.root, pytest.mark.timeout(ROW_SECON
 TABLE = ROOT / "build" / "faults.md"
 START: StartTrainer = example_trainer if LONG else loop_trainer
 PACE = (
-    Pace(plan=Plan(steps=44, every=4), start=6, steps=4, reads=200) if LONG else
-    Pace(plan=Plan(steps=30, every=5), start=8, steps=8, reads=20)
-)  # fmt: skip
+    Pace(plan=Plan(steps=44, every=4), start=6, steps=4, reads=200)
+    if LONG
+    else Pace(plan=Plan(steps=30, every=5), start=8, steps=8, reads=20)
+)
 DISK_BYTES = 256 * MIB if LONG else 96 * MIB
 SHORT_FAULTS = ("shutdown",)
 CUTS = 40

@@ -146,8 +146,10 @@ def test_log_holds_every_write_and_flush_in_order(faulty: FaultFilesystem) -> No
         record for record in read_log(Path(faulty.backing).parent / "log") if record.name == "image"
     ]
     assert [(r.flush, r.offset, bytes(r.data)) for r in records] == [
-        (False, 0, b"a" * 5000), (True, 0, b""), (False, 5000, b"b" * 10)
-    ]  # fmt: skip
+        (False, 0, b"a" * 5000),
+        (True, 0, b""),
+        (False, 5000, b"b" * 10),
+    ]
 
 
 def test_close_that_fails_costs_no_read_and_no_put(faulty: FaultFilesystem, bench: Bench) -> None:

@@ -35,10 +35,15 @@ def demonstration(directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (directory / "output").open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(ROOT / "examples" / "health_demo.py"), "--quick"],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory),
-                 "TORCHINDUCTOR_CACHE_DIR": str(directory.parent / "torch")},  # torch makes one
-            stdout=output, stderr=output,
-        )  # fmt: skip
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TMPDIR": str(directory),
+                "TORCHINDUCTOR_CACHE_DIR": str(directory.parent / "torch"),
+            },  # torch makes one
+            stdout=output,
+            stderr=output,
+        )
     try:
         yield process
     finally:

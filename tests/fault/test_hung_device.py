@@ -76,9 +76,7 @@ def test_put_ends_in_time_when_one_of_its_steps_hangs(
     with hangs.bench.open(wrap=hangs.wrap) as pool:
         pool.put("x", payload("old", size))
         hangs.hang(hangs.bench.paths[1], f"{operation}H*")
-        acknowledged = within(
-            LIMIT, lambda: attempt(lambda: pool.put("x", payload("new", size)))
-        )  # fmt: skip
+        acknowledged = within(LIMIT, lambda: attempt(lambda: pool.put("x", payload("new", size))))
         assert acknowledged, "three devices are enough for 2+1"
         assert within(LIMIT, lambda: pool.get("x")) == payload("new", size)
         hangs.release()

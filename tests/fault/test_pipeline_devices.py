@@ -88,9 +88,12 @@ def test_a_pipeline_trains_and_resumes_whatever_its_devices_do(
     disks = make_disks(6)
     settings = Settings(memory_bytes=16 * MIB, run_directory=str(tmp_path / "run"))
     hpstore.create(
-        [disk.path for disk in disks], data=4, parity=2, config=tmp_path / "pool.toml",
+        [disk.path for disk in disks],
+        data=4,
+        parity=2,
+        config=tmp_path / "pool.toml",
         settings=settings,
-    ).close()  # fmt: skip
+    ).close()
     with open_pool(tmp_path) as pool:
         write_samples(pool)
     whole, run = Run(tmp_path, "whole"), Run(tmp_path, "hurt")

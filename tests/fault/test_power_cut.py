@@ -235,9 +235,10 @@ def cut_at(
 
 
 @pytest.mark.parametrize(
-    ("flag", "direct"), [(JOURNAL_FLUSHED, False), (POWER_CUT, True), (POWER_CUT, False)],
+    ("flag", "direct"),
+    [(JOURNAL_FLUSHED, False), (POWER_CUT, True), (POWER_CUT, False)],
     ids=["journal-flushed-buffered", "power-cut-direct", "power-cut-buffered"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("size", [2 * KIB, 3 * MIB], ids=["copies", "striped"])
 @pytest.mark.parametrize("kind", ["put", "overwrite", "delete"])
 def test_power_cut_at_any_step_leaves_old_or_new(
@@ -260,9 +261,12 @@ def test_power_cut_at_any_step_leaves_old_or_new(
             with bench.open() as pool:
                 pool.put(key, old)
         acknowledged, was_cut = cut_at(
-            rig, flag, at, key,
+            rig,
+            flag,
+            at,
+            key,
             lambda pool, key=key: pool.put(key, new) if new is not None else pool.delete(key),  # type: ignore[misc]
-        )  # fmt: skip
+        )
         with rig.restart() as pool:
             found = value(pool, key)
             if found is not None:

@@ -118,9 +118,11 @@ def test_a_disk_in_maintenance_is_released_unmounted_and_taken_back(
     disks = make_disks(4)
     filled(bench, disks).close()
     idle = subprocess.Popen(
-        [sys.executable, "-c", IDLE, str(bench.toml)], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", IDLE, str(bench.toml)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert idle.stdout is not None
     assert idle.stdout.readline() == "open\n"
     run_cli, toml, place = CliRunner(), str(bench.toml), disks[1].path

@@ -59,13 +59,25 @@ def test_a_short_soak_loses_nothing(
 @pytest.mark.timeout(200)
 def test_a_soak_that_is_ended_leaves_nothing(loop_mounts: None, tmp_path: Path) -> None:
     """SIGTERM in the middle: no mount, no loop device, no process, no image is left."""
-    command = [sys.executable, "-m", "tests.fault.soak", "--minutes", "2", "--directory",
-               str(tmp_path), "--reports", str(tmp_path / "reports")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tests.fault.soak",
+        "--minutes",
+        "2",
+        "--directory",
+        str(tmp_path),
+        "--reports",
+        str(tmp_path / "reports"),
+    ]
     with (tmp_path / "output").open("wb") as output:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=output,
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=output,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
     try:
         poll(PATIENCE, lambda: any(tmp_path.glob("hpfault-*/trainer.jsonl")))
         process.send_signal(signal.SIGTERM)
@@ -92,20 +104,29 @@ def steps(count: int, *, first: int = 1) -> list[Row]:
     """Steps of a trainer without fault, all of one life."""
     batch = SAMPLES // STEPS_AN_EPOCH
     return [
-        {"event": "step", "at": float(step), "pid": 1, "step": step, "wrong": 0, "waited": 0.0,
-         "worked": WORK_SECONDS, "saved": 0.0,
-         "numbers": [((step - 1) * batch + n) % SAMPLES for n in range(batch)]}
+        {
+            "event": "step",
+            "at": float(step),
+            "pid": 1,
+            "step": step,
+            "wrong": 0,
+            "waited": 0.0,
+            "worked": WORK_SECONDS,
+            "saved": 0.0,
+            "numbers": [((step - 1) * batch + n) % SAMPLES for n in range(batch)],
+        }
         for step in range(first, first + count)
-    ]  # fmt: skip
+    ]
 
 
 def test_the_judge_tells_lives_with_one_process_id_apart() -> None:
     """Ids come again in a long run; rows of the first life counted for the second, too."""
     rows = [
-        {"event": "start", "at": 0.0, "pid": 1}, *steps(10),
+        {"event": "start", "at": 0.0, "pid": 1},
+        *steps(10),
         {"event": "start", "at": 1000.0, "pid": 1},
         *({**row, "at": row["at"] + 1000.0} for row in steps(10, first=11)),
-    ]  # fmt: skip
+    ]
     lives = [Life(name="trainer", pid=1, began=at, ended=at + 20.0) for at in (0.0, 1000.0)]
     figures = judge_trainer(rows, lives).figures
     assert figures["alive_seconds"] == 40.0
@@ -125,9 +146,11 @@ def test_the_judge_counts_no_life_after_the_kill() -> None:
 def test_the_judge_accepts_a_trainer_that_resumes_where_it_saved() -> None:
     """Steps that come again are the same; its goodput is work in the time it lived."""
     rows = [
-        {"event": "start", "at": 0.0, "pid": 1}, *steps(STEPS_AN_EPOCH),
-        {"event": "saved", "at": 190.0, "pid": 1, "step": 180}, *steps(15, first=181),
-    ]  # fmt: skip
+        {"event": "start", "at": 0.0, "pid": 1},
+        *steps(STEPS_AN_EPOCH),
+        {"event": "saved", "at": 190.0, "pid": 1, "step": 180},
+        *steps(15, first=181),
+    ]
     life = Life(name="trainer", pid=1, began=-5.0, ended=300.0, pauses=[(10.0, 20.0)])
     verdict = judge_trainer(rows, [life])
     assert verdict.problems == []
@@ -175,10 +198,13 @@ def test_the_judge_finds_an_evaluator_that_goes_back() -> None:
 def test_the_judge_finds_an_object_that_was_lost_or_returned() -> None:
     """What was acknowledged, or what was under way when the process was killed; nothing else."""
     rows = [
-        {"event": "begin", "key": "a", "what": "1"}, {"event": "done", "key": "a", "what": "1"},
-        {"event": "begin", "key": "a", "what": "2"}, {"event": "start"},
-        {"event": "read", "key": "a", "what": "2"}, {"event": "read", "key": "a", "what": "2"},
-    ]  # fmt: skip
+        {"event": "begin", "key": "a", "what": "1"},
+        {"event": "done", "key": "a", "what": "1"},
+        {"event": "begin", "key": "a", "what": "2"},
+        {"event": "start"},
+        {"event": "read", "key": "a", "what": "2"},
+        {"event": "read", "key": "a", "what": "2"},
+    ]
     verdict, expected = judge_ingest(rows)
     assert verdict.problems == []
     assert expected.allows("a", "2")
@@ -193,9 +219,13 @@ def test_the_judge_finds_an_eviction_before_its_grace() -> None:
 
     def said(at: float, was: str, becomes: str, reason: str = "") -> Decision:
         return Decision(
-            at_seconds=at, device="d", was=HealthState(was), becomes=HealthState(becomes),
-            reason=reason, role=Role.AGENT,
-        )  # fmt: skip
+            at_seconds=at,
+            device="d",
+            was=HealthState(was),
+            becomes=HealthState(becomes),
+            reason=reason,
+            role=Role.AGENT,
+        )
 
     gone = said(100.0, "online", "removed")
     early, late = said(103.0, "removed", "evicted"), said(108.5, "removed", "evicted")

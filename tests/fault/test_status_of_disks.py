@@ -40,8 +40,10 @@ def test_a_command_that_may_not_write_sees_broken_disks(
     try:
         ran = subprocess.run(
             [sys.executable, *COMMAND_LINE, "status", str(bench.toml), "--json"],
-            capture_output=True, text=True, timeout=60,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     finally:
         if fault == "hang":
             disks[0].throttle(0)

@@ -129,8 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         taken, findings = watched(TARGETS[name], chosen.inputs, chosen.seed)
         seconds = time.monotonic() - began
-        print(f"{name:<24} {taken:>9} inputs {findings:>3} findings {seconds:8.1f} s "
-              f"(seed {chosen.seed})", flush=True)  # fmt: skip
+        print(
+            f"{name:<24} {taken:>9} inputs {findings:>3} findings {seconds:8.1f} s "
+            f"(seed {chosen.seed})",
+            flush=True,
+        )
         total += findings
     return int(total > 0)
 

@@ -50,20 +50,39 @@ from tests.fuzz.weight_file_targets import LARGE
 
 Point = collections.namedtuple("Point", "x y")
 STATE: dict[str, Any] = {
-    "w": torch.arange(6.0).reshape(2, 3), "n": 5, "f": float("nan"), "big": 1 << 80, "t": (1, "a"),
-    "p": Point(1, 2), "s": {1, 2}, "d": collections.deque([1], 4), "c": collections.Counter("ab"),
-    "o": collections.OrderedDict(a=1), "dd": collections.defaultdict(int, a=1), "b": b"xyz",
-    "k": {1: "x", (2, 3): torch.ones(2)}, "path": pathlib.PurePosixPath("/a"),
+    "w": torch.arange(6.0).reshape(2, 3),
+    "n": 5,
+    "f": float("nan"),
+    "big": 1 << 80,
+    "t": (1, "a"),
+    "p": Point(1, 2),
+    "s": {1, 2},
+    "d": collections.deque([1], 4),
+    "c": collections.Counter("ab"),
+    "o": collections.OrderedDict(a=1),
+    "dd": collections.defaultdict(int, a=1),
+    "b": b"xyz",
+    "k": {1: "x", (2, 3): torch.ones(2)},
+    "path": pathlib.PurePosixPath("/a"),
     "u": uuid.UUID(int=5),
-    "dec": decimal.Decimal("1.5"), "z": 1 + 2j, "np": np.float32(2.5), "arr": np.arange(4),
-    "dt": torch.float16, "ndt": np.dtype("<i4"), "size": torch.Size([2, 3]),
+    "dec": decimal.Decimal("1.5"),
+    "z": 1 + 2j,
+    "np": np.float32(2.5),
+    "arr": np.arange(4),
+    "dt": torch.float16,
+    "ndt": np.dtype("<i4"),
+    "size": torch.Size([2, 3]),
     "dev": torch.device("cpu"),
-    "sl": slice(1, 5, 2), "r": range(4),
+    "sl": slice(1, 5, 2),
+    "r": range(4),
     "when": datetime.datetime(2024, 1, 2, 3, 4, tzinfo=datetime.UTC),
-    "td": datetime.timedelta(1, 2, 3), "rng": random.Random(1),
+    "td": datetime.timedelta(1, 2, 3),
+    "rng": random.Random(1),
     "mine": PerRank([1, torch.zeros(2)]),
-    "npr": np.random.default_rng(1), "legacy": np.random.RandomState(1), "gen": torch.Generator(),
-}  # fmt: skip
+    "npr": np.random.default_rng(1),
+    "legacy": np.random.RandomState(1),
+    "gen": torch.Generator(),
+}
 
 
 def tree_seeds() -> list[bytes]:
@@ -102,11 +121,14 @@ def look_at(node: Any) -> None:  # Any: JSON
     """All that is done with a tree that was recorded. Each by itself: the first error ends one."""
     for look in (
         lambda: decode_tree(node, Decoding(tensor=tensor)),
-        lambda: tensor_names(node), lambda: tensor_names(node, rank=0),
+        lambda: tensor_names(node),
+        lambda: tensor_names(node, rank=0),
         lambda: [leaf.shown() for leaf in leaves(node)],
-        lambda: list(paths(node)), lambda: of_rank(node, 0), lambda: only_branch(node),
+        lambda: list(paths(node)),
+        lambda: of_rank(node, 0),
+        lambda: only_branch(node),
         lambda: plain(node, tensor),
-    ):  # fmt: skip
+    ):
         try:
             look()
         except HpstoreError:
@@ -121,18 +143,51 @@ def manifest() -> Manifest:
     for name, one in found.tensors.items():
         shape = tuple(one.shape)
         nbytes = one.numel() * one.element_size()
-        items.append(Item(name=name, dtype=str(one.dtype).removeprefix("torch."), shape=shape,
-                          box=whole(shape), offset=at, length=nbytes, digest="0" * 32))  # fmt: skip
+        items.append(
+            Item(
+                name=name,
+                dtype=str(one.dtype).removeprefix("torch."),
+                shape=shape,
+                box=whole(shape),
+                offset=at,
+                length=nbytes,
+                digest="0" * 32,
+            )
+        )
         at += nbytes
-    frames = Item(name="z", dtype="uint8", shape=(FRAME_BYTES + 5,), box=whole((FRAME_BYTES + 5,)),
-                  offset=at, length=45, digest="0" * 32, codec="zstd", frames=(40, 5))  # fmt: skip
-    halves = [Item(name="h", dtype="float32", shape=(4, 2), box=whole((2, 2)).moved((n, 0)),
-                   offset=at + 45, length=16, digest="") for n in (0, 2)]  # fmt: skip
+    frames = Item(
+        name="z",
+        dtype="uint8",
+        shape=(FRAME_BYTES + 5,),
+        box=whole((FRAME_BYTES + 5,)),
+        offset=at,
+        length=45,
+        digest="0" * 32,
+        codec="zstd",
+        frames=(40, 5),
+    )
+    halves = [
+        Item(
+            name="h",
+            dtype="float32",
+            shape=(4, 2),
+            box=whole((2, 2)).moved((n, 0)),
+            offset=at + 45,
+            length=16,
+            digest="",
+        )
+        for n in (0, 2)
+    ]
     return Manifest(
-        step=7, created_ms=1_700_000_000_000, items=(*items, frames, *halves), tree=tree, world=2,
-        session="s", segments=(Segment(key="r/step-7/segment-0-r0", size=4096, version="v"),),
+        step=7,
+        created_ms=1_700_000_000_000,
+        items=(*items, frames, *halves),
+        tree=tree,
+        world=2,
+        session="s",
+        segments=(Segment(key="r/step-7/segment-0-r0", size=4096, version="v"),),
         extra={"metrics": {"loss": 1.5}, "lineage": {"from": "x"}},
-    )  # fmt: skip
+    )
 
 
 def small_manifest() -> Manifest:
@@ -146,16 +201,34 @@ def dcp_manifest() -> Manifest:
     base = manifest()
     nothing = CollectedTensors()
     names = [[name, "t"] for name in by_name(base.items)]
-    extra = {"dcp": {"names": [*names[:-1], [names[-1][0], "b"]], "torch": "2.13",
-                     "planner_data": encode_tree({"a": ("x", 0)}, "", nothing)}}  # fmt: skip
-    return Manifest(step=0, created_ms=1, items=base.items, tree={"$": "dcp"},
-                    segments=base.segments, extra=extra)  # fmt: skip
+    extra = {
+        "dcp": {
+            "names": [*names[:-1], [names[-1][0], "b"]],
+            "torch": "2.13",
+            "planner_data": encode_tree({"a": ("x", 0)}, "", nothing),
+        }
+    }
+    return Manifest(
+        step=0,
+        created_ms=1,
+        items=base.items,
+        tree={"$": "dcp"},
+        segments=base.segments,
+        extra=extra,
+    )
 
 
 def first_format() -> bytes:
-    return seal({"format": 1, "step": 3, "created_ms": 5, "segments": [["k", 64, "v"]],
-                 "items": [["w", "float32", [2, 3], 0, 24, "0" * 32]],
-                 "tree": {"w": {"$": "tensor", "item": "w"}}})  # fmt: skip
+    return seal(
+        {
+            "format": 1,
+            "step": 3,
+            "created_ms": 5,
+            "segments": [["k", 64, "v"]],
+            "items": [["w", "float32", [2, 3], 0, 24, "0" * 32]],
+            "tree": {"w": {"$": "tensor", "item": "w"}},
+        }
+    )
 
 
 def manifest_body(data: bytes) -> list[bytes]:
@@ -227,8 +300,16 @@ def take_frame(data: bytes) -> None:
 
 
 def attempt() -> bytes:
-    return SaveAttempt(step=5, nonce="ab", host="h", boot="b", pid=4, namespace="n", started_ms=9,
-                   references=("a/b",)).encode()  # fmt: skip
+    return SaveAttempt(
+        step=5,
+        nonce="ab",
+        host="h",
+        boot="b",
+        pid=4,
+        namespace="n",
+        started_ms=9,
+        references=("a/b",),
+    ).encode()
 
 
 def take_json(data: bytes, run: Any) -> None:  # Any: a parser of decoded JSON
@@ -239,10 +320,22 @@ def take_json(data: bytes, run: Any) -> None:  # Any: a parser of decoded JSON
     run(body)
 
 
-VOTE = {"stages": [0, 1], "step": 4, "weights": 4, "microbatches": 8, "loader": None,
-        "ledger": {"samples": 5, "digest": "00ff"}}  # fmt: skip
-LOADER = {"version": 1, "fingerprints": ["a"], "order": '{"kind": "x"}', "seed": 1, "epoch": 0,
-          "samples": 4}  # fmt: skip
+VOTE = {
+    "stages": [0, 1],
+    "step": 4,
+    "weights": 4,
+    "microbatches": 8,
+    "loader": None,
+    "ledger": {"samples": 5, "digest": "00ff"},
+}
+LOADER = {
+    "version": 1,
+    "fingerprints": ["a"],
+    "order": '{"kind": "x"}',
+    "seed": 1,
+    "epoch": 0,
+    "samples": 4,
+}
 
 
 def take_loader_state(data: bytes) -> None:
@@ -260,24 +353,52 @@ def take_listing(data: bytes) -> None:
 
 CHECKPOINT_TARGETS = [
     Target(name="checkpoint-tree", run=take_tree, seeds=tree_seeds),
-    Target(name="checkpoint-manifest", run=take_manifest, take_apart=manifest_body,
-           put_together=manifest_sealed,
-           seeds=lambda: [manifest().encode(), small_manifest().encode(),
-                          dcp_manifest().encode(), first_format()]),
+    Target(
+        name="checkpoint-manifest",
+        run=take_manifest,
+        take_apart=manifest_body,
+        put_together=manifest_sealed,
+        seeds=lambda: [
+            manifest().encode(),
+            small_manifest().encode(),
+            dcp_manifest().encode(),
+            first_format(),
+        ],
+    ),
     Target(name="checkpoint-frame", run=take_frame, seeds=frame_seeds),
-    Target(name="checkpoint-names", run=take_listing, seeds=lambda: [
-           b"r/step-000000000007/manifest\nr/step-000000000007/segment-0a-r00000-p0001\n"
-           b"r/attempts/000000000007-0a\nr/condemned/000000000007-0a"]),
+    Target(
+        name="checkpoint-names",
+        run=take_listing,
+        seeds=lambda: [
+            b"r/step-000000000007/manifest\nr/step-000000000007/segment-0a-r00000-p0001\n"
+            b"r/attempts/000000000007-0a\nr/condemned/000000000007-0a"
+        ],
+    ),
     record("attempt", lambda: [attempt()], lambda data: SaveAttempt.decode(data, where="x")),
-    record("protection", lambda: [seal({"format": 1, "step": 5})],
-           lambda data: decode_protection(data, where="x")),
-    record("named", lambda: [Named(name="a", number=4).encode()],
-           lambda data: Named.decode(data, where="x")),
-    Target(name="rank-message", run=of_bytes,
-           seeds=lambda: [to_bytes({"w": torch.ones(2, 3), "n": (1, 2)})]),
-    Target(name="pipeline-vote", seeds=lambda: [json.dumps(VOTE).encode()],
-           run=lambda data: take_json(data, Vote.from_dict)),
-    Target(name="pipeline-ledger", seeds=lambda: [json.dumps(VOTE["ledger"]).encode()],
-           run=lambda data: take_json(data, Ledger.from_dict)),
+    record(
+        "protection",
+        lambda: [seal({"format": 1, "step": 5})],
+        lambda data: decode_protection(data, where="x"),
+    ),
+    record(
+        "named",
+        lambda: [Named(name="a", number=4).encode()],
+        lambda data: Named.decode(data, where="x"),
+    ),
+    Target(
+        name="rank-message",
+        run=of_bytes,
+        seeds=lambda: [to_bytes({"w": torch.ones(2, 3), "n": (1, 2)})],
+    ),
+    Target(
+        name="pipeline-vote",
+        seeds=lambda: [json.dumps(VOTE).encode()],
+        run=lambda data: take_json(data, Vote.from_dict),
+    ),
+    Target(
+        name="pipeline-ledger",
+        seeds=lambda: [json.dumps(VOTE["ledger"]).encode()],
+        run=lambda data: take_json(data, Ledger.from_dict),
+    ),
     Target(name="loader-state", seeds=lambda: [json.dumps(LOADER).encode()], run=take_loader_state),
-]  # fmt: skip
+]

@@ -52,8 +52,13 @@ def part(fields: dict[str, Field], rows: int, nonce: str) -> DatasetPart:
     streams = []
     for one in group_fields(fields, "rows")[1].values():
         payload = 9000 if one.ragged else FixedPlan.of(one, 1 << 20).payload_bytes(rows)
-        made = StreamShards(unit_bytes=1 << 20, rows=(rows,), payload=(payload,),
-                            side=("0" * 16,), pages="0" * 16 if one.ragged else "")  # fmt: skip
+        made = StreamShards(
+            unit_bytes=1 << 20,
+            rows=(rows,),
+            payload=(payload,),
+            side=("0" * 16,),
+            pages="0" * 16 if one.ragged else "",
+        )
         streams.append(made)
     columns = {str(n): ("1" * 16,) for n, f in enumerate(fields.values()) if f.kind == "scalar"}
     return DatasetPart(
@@ -63,16 +68,25 @@ def part(fields: dict[str, Field], rows: int, nonce: str) -> DatasetPart:
 
 def dataset(fields: dict[str, Field], compression: str = "") -> DatasetManifest:
     return DatasetManifest(
-        fields=fields, layout="rows", data=4, compression=compression, shuffle_seed=1,
-        metadata={"classes": ["a"]}, content="c",
+        fields=fields,
+        layout="rows",
+        data=4,
+        compression=compression,
+        shuffle_seed=1,
+        metadata={"classes": ["a"]},
+        content="c",
         parts=(part(fields, _ROWS, "0" * 16), part(fields, _ROWS // 2, "1" * 16)),
-    )  # fmt: skip
+    )
 
 
 def dataset_seeds() -> list[bytes]:
     fixed = {"x": Field("float32", (64,)), "label": Field("int64")}
-    return [dataset(FIELDS).encode(), dataset(fixed).encode(), dataset(FIELDS, "lz4").encode(),
-            dataset({"label": Field("int64")}).encode()]  # fmt: skip
+    return [
+        dataset(FIELDS).encode(),
+        dataset(fixed).encode(),
+        dataset(FIELDS, "lz4").encode(),
+        dataset({"label": Field("int64")}).encode(),
+    ]
 
 
 def dataset_sealed(parts: Sequence[bytes]) -> bytes:
@@ -81,14 +95,23 @@ def dataset_sealed(parts: Sequence[bytes]) -> bytes:
 
     body = json.loads(parts[0])
     with contextlib.suppress(Exception):
-        facts = {"fields": body["fields"], "layout": body["layout"], "content": body["content"],
-                 "rows": sum(p["rows"] for p in body["parts"])}  # fmt: skip
+        facts = {
+            "fields": body["fields"],
+            "layout": body["layout"],
+            "content": body["content"],
+            "rows": sum(p["rows"] for p in body["parts"]),
+        }
         body["rows"] = facts["rows"]
         made = DatasetManifest(
-            fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]}, data=4,
-            layout=str(body["layout"]), compression="", shuffle_seed=None, metadata={}, parts=(),
+            fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},
+            data=4,
+            layout=str(body["layout"]),
+            compression="",
+            shuffle_seed=None,
+            metadata={},
+            parts=(),
             content=str(body["content"]),
-        )  # fmt: skip
+        )
         body["fingerprint"] = SimpleFingerprint(made, facts["rows"]).hex()
     return seal(body)
 
@@ -157,8 +180,10 @@ def take_side(data: bytes) -> None:
 
 def _part(data: bytes) -> Any:  # Any: stands for a DiskPart
     path = scratch("c.learned.npz", data)
-    return SimpleNamespace(file=SimpleNamespace(stem=str(path)[: -len(".learned.npz")]),
-                           tier=SimpleNamespace(refuse=print))  # fmt: skip
+    return SimpleNamespace(
+        file=SimpleNamespace(stem=str(path)[: -len(".learned.npz")]),
+        tier=SimpleNamespace(refuse=print),
+    )
 
 
 def policy() -> CachePolicy:
@@ -238,18 +263,35 @@ def take_key(data: bytes) -> None:
 
 
 DATA_TARGETS = [
-    Target(name="dataset-manifest", run=take_dataset, seeds=dataset_seeds,
-           take_apart=lambda data: [json.dumps({k: v for k, v in json.loads(data).items()
-                                                if k != "digest"}).encode()],
-           put_together=dataset_sealed),
+    Target(
+        name="dataset-manifest",
+        run=take_dataset,
+        seeds=dataset_seeds,
+        take_apart=lambda data: [
+            json.dumps({k: v for k, v in json.loads(data).items() if k != "digest"}).encode()
+        ],
+        put_together=dataset_sealed,
+    ),
     record("journal", lambda: [journal()], take_journal),
     Target(name="side-tables", run=take_side, seeds=side_seeds),
-    Target(name="cache-learned", run=take_learned, seeds=learned_seeds, take_apart=zip_body,
-           put_together=zip_file),
-    Target(name="cache-message", run=take_message, take_apart=message_parts,
-           put_together=message_sealed, seeds=lambda: [
-           message({"op": "ask", "told": 1}, bytes(16)), message({"op": "wait"})]),
+    Target(
+        name="cache-learned",
+        run=take_learned,
+        seeds=learned_seeds,
+        take_apart=zip_body,
+        put_together=zip_file,
+    ),
+    Target(
+        name="cache-message",
+        run=take_message,
+        take_apart=message_parts,
+        put_together=message_sealed,
+        seeds=lambda: [message({"op": "ask", "told": 1}, bytes(16)), message({"op": "wait"})],
+    ),
     Target(name="cache-disk-table", run=take_disk_table, seeds=disk_table_seeds),
-    Target(name="data-key", run=take_key, seeds=lambda: [
-           b"data/a/b/0123456789abcdef/stream-0/000001.side", b"data/a/x/c/0/1"]),
-]  # fmt: skip
+    Target(
+        name="data-key",
+        run=take_key,
+        seeds=lambda: [b"data/a/b/0123456789abcdef/stream-0/000001.side", b"data/a/x/c/0/1"],
+    ),
+]

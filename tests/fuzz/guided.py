@@ -38,8 +38,15 @@ def main(arguments: Sequence[str]) -> None:
         return target.mutant(rng)[:most]
 
     runs = arguments[1] if len(arguments) > 1 else "1000000"
-    options = [sys.argv[0], str(kept), f"-runs={runs}", "-rss_limit_mb=4096", "-timeout=20",
-               "-max_len=65536", "-artifact_prefix=build/fuzz-"]  # fmt: skip
+    options = [
+        sys.argv[0],
+        str(kept),
+        f"-runs={runs}",
+        "-rss_limit_mb=4096",
+        "-timeout=20",
+        "-max_len=65536",
+        "-artifact_prefix=build/fuzz-",
+    ]
     atheris.Setup(options, one_input, custom_mutator=mutate)
     atheris.Fuzz()
 

@@ -21,15 +21,34 @@ def take_smart(data: bytes) -> None:
     parse_diskstats(text)
 
 
-SMART = json.dumps({
-    "serial_number": "S", "model_name": "M", "user_capacity": {"bytes": 4000},
-    "smart_status": {"passed": True}, "temperature": {"current": 30},
-    "power_on_time": {"hours": 5}, "smartctl": {"messages": [{"string": "hm"}]},
-    "ata_smart_attributes": {"table": [{"id": 5, "name": "x", "when_failed": "now",
-                                        "flags": {"prefailure": True}, "raw": {"value": 3}}]},
-    "nvme_smart_health_information_log": {"media_errors": 0, "available_spare": 99,
-                                          "critical_warning": 4, "percentage_used": 120},
-}).encode()  # fmt: skip
+SMART = json.dumps(
+    {
+        "serial_number": "S",
+        "model_name": "M",
+        "user_capacity": {"bytes": 4000},
+        "smart_status": {"passed": True},
+        "temperature": {"current": 30},
+        "power_on_time": {"hours": 5},
+        "smartctl": {"messages": [{"string": "hm"}]},
+        "ata_smart_attributes": {
+            "table": [
+                {
+                    "id": 5,
+                    "name": "x",
+                    "when_failed": "now",
+                    "flags": {"prefailure": True},
+                    "raw": {"value": 3},
+                }
+            ]
+        },
+        "nvme_smart_health_information_log": {
+            "media_errors": 0,
+            "available_spare": 99,
+            "critical_warning": 4,
+            "percentage_used": 120,
+        },
+    }
+).encode()
 
 
 DISKSTATS = b"   8       0 sda 1 2 3 4 5 6 7 8 9 10 11 0 0\n"
@@ -50,9 +69,11 @@ def drive_stats_seeds() -> list[bytes]:
     import lzma
     import zipfile
 
-    text = (b"date,serial_number,model,capacity_bytes,failure,smart_5_raw,smart_187_raw,"
-            b"smart_197_raw,smart_198_raw,smart_9_raw\n2024-01-01,S1,ST4000,400,0,0,1,2,3,400\n"
-            b"2024-01-02,S1,ST4000,400,1,0,1,2,3,424\n")  # fmt: skip
+    text = (
+        b"date,serial_number,model,capacity_bytes,failure,smart_5_raw,smart_187_raw,"
+        b"smart_197_raw,smart_198_raw,smart_9_raw\n2024-01-01,S1,ST4000,400,0,0,1,2,3,400\n"
+        b"2024-01-02,S1,ST4000,400,1,0,1,2,3,424\n"
+    )
     raw = io.BytesIO()
     with zipfile.ZipFile(raw, "w") as archive:
         archive.writestr("a.csv", text)
@@ -79,6 +100,11 @@ def model_sealed(parts: Sequence[bytes]) -> bytes:
 HEALTH_TARGETS = [
     Target(name="smart", run=take_smart, seeds=lambda: [SMART, DISKSTATS]),
     Target(name="drive-stats", run=take_drive_stats, seeds=drive_stats_seeds),
-    Target(name="forecast-model", run=model_from_json, seeds=model_seeds, take_apart=unsealed,
-           put_together=model_sealed),
-]  # fmt: skip
+    Target(
+        name="forecast-model",
+        run=model_from_json,
+        seeds=model_seeds,
+        take_apart=unsealed,
+        put_together=model_sealed,
+    ),
+]

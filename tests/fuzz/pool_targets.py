@@ -81,9 +81,7 @@ def record(
     name: str, seeds: Callable[[], Sequence[bytes]], run: Callable[[bytes], object]
 ) -> Target:
     """A target of sealed records."""
-    return Target(
-        name=name, run=run, seeds=seeds, take_apart=unsealed, put_together=sealed
-    )  # fmt: skip
+    return Target(name=name, run=run, seeds=seeds, take_apart=unsealed, put_together=sealed)
 
 
 VERSION = Version(1_700_000_000_000, 0x0123456789ABCDEF, 1)
@@ -92,14 +90,24 @@ VERSION = Version(1_700_000_000_000, 0x0123456789ABCDEF, 1)
 def header(kind: Kind = Kind.COLUMN, size: int = 300_000) -> ColumnHeader:
     copies = kind is not Kind.COLUMN
     geometry = Geometry(
-        data=1 if copies else 4, parity=2, unit_bytes=65536, size=size,
+        data=1 if copies else 4,
+        parity=2,
+        unit_bytes=65536,
+        size=size,
         code=Code.COPIES if copies else Code.RS_CAUCHY,
-    )  # fmt: skip
+    )
     return ColumnHeader(
-        pool_id="p" * 16, key="runs/a/step-1", version=VERSION, kind=kind, column=1,
-        geometry=geometry, devices=("d0", "d1", "d2", "d3", "d4", "d5")[: geometry.width],
-        generation=3, created_ms=1_700_000_000_000, metadata={"note": "x", "n": 1},
-    )  # fmt: skip
+        pool_id="p" * 16,
+        key="runs/a/step-1",
+        version=VERSION,
+        kind=kind,
+        column=1,
+        geometry=geometry,
+        devices=("d0", "d1", "d2", "d3", "d4", "d5")[: geometry.width],
+        generation=3,
+        created_ms=1_700_000_000_000,
+        metadata={"note": "x", "n": 1},
+    )
 
 
 def header_body(data: bytes) -> list[bytes]:
@@ -173,9 +181,17 @@ def pool_record() -> PoolRecord:
         for i in range(6)
     )
     return PoolRecord(
-        pool_id="p" * 16, generation=4, nonce="n", parent="", data=4, parity=2, unit_bytes=1 << 20,
-        members=members, evicted=members[:1], spread=2,
-    )  # fmt: skip
+        pool_id="p" * 16,
+        generation=4,
+        nonce="n",
+        parent="",
+        data=4,
+        parity=2,
+        unit_bytes=1 << 20,
+        members=members,
+        evicted=members[:1],
+        spread=2,
+    )
 
 
 def sealed_with_key(parts: Sequence[bytes]) -> bytes:
@@ -214,8 +230,12 @@ def take_counter(data: bytes) -> None:
 
 
 def register_seeds() -> list[bytes]:
-    values = [claims._State(counter=5, nonce="ab", owner="me").encode(), b"{}", None,
-              b'{"pid": 1, "host": "h", "what": "repair"}']  # fmt: skip
+    values = [
+        claims._State(counter=5, nonce="ab", owner="me").encode(),
+        b"{}",
+        None,
+        b'{"pid": 1, "host": "h", "what": "repair"}',
+    ]
     made = []
     for value in values:
         slot = bytearray(SLOT_BYTES)
@@ -294,8 +314,15 @@ def take_expiry(data: bytes) -> None:
 
 
 def expiry_seeds() -> list[bytes]:
-    return [Expiry(reason="r", sizes={"runs/a/x": 5}, instead=("runs/b",),
-                   expected_ms=1_700_000_000_000, limit_ms=1_700_000_100_000).encode()]  # fmt: skip
+    return [
+        Expiry(
+            reason="r",
+            sizes={"runs/a/x": 5},
+            instead=("runs/b",),
+            expected_ms=1_700_000_000_000,
+            limit_ms=1_700_000_100_000,
+        ).encode()
+    ]
 
 
 def frame_seeds() -> list[bytes]:
@@ -318,42 +345,105 @@ def take_record(data: bytes) -> None:
 
 
 POOL_TARGETS = [
-    Target(name="column-header", run=take_header, seeds=header_seeds, take_apart=header_body,
-           put_together=header_page),
-    Target(name="column-name", run=take_name, seeds=lambda: [str(header().name).encode(),
-           b"%40a%2fb", b"4096-00ff", str(VERSION).encode()]),
-    Target(name="keyed-header", run=take_keyed_header, seeds=lambda: header_seeds(KEY),
-           take_apart=header_body, put_together=keyed_page),
-    Target(name="keyed-record", run=take_keyed_record, take_apart=unsealed,
-           put_together=sealed_with_key, seeds=lambda: [
-               replace(pool_record(), key_id=KEY.fingerprint("p" * 16)).encode(KEY)]),
+    Target(
+        name="column-header",
+        run=take_header,
+        seeds=header_seeds,
+        take_apart=header_body,
+        put_together=header_page,
+    ),
+    Target(
+        name="column-name",
+        run=take_name,
+        seeds=lambda: [
+            str(header().name).encode(),
+            b"%40a%2fb",
+            b"4096-00ff",
+            str(VERSION).encode(),
+        ],
+    ),
+    Target(
+        name="keyed-header",
+        run=take_keyed_header,
+        seeds=lambda: header_seeds(KEY),
+        take_apart=header_body,
+        put_together=keyed_page,
+    ),
+    Target(
+        name="keyed-record",
+        run=take_keyed_record,
+        take_apart=unsealed,
+        put_together=sealed_with_key,
+        seeds=lambda: [replace(pool_record(), key_id=KEY.fingerprint("p" * 16)).encode(KEY)],
+    ),
     record("pool-record", lambda: [pool_record().encode()], take_pool_record),
-    record("identity", lambda: [Identity(pool_id="p", device_id="d", domain="h").encode()],
-           take_identity),
+    record(
+        "identity",
+        lambda: [Identity(pool_id="p", device_id="d", domain="h").encode()],
+        take_identity,
+    ),
     record("debt", lambda: [Debt(key="a/b", version=VERSION, missing=(1, 4)).encode()], take_debt),
-    record("counter",
-           lambda: [encode_counter(HORIZON, 5, KEY), encode_counter(HORIZON, 0), b""],
-           take_counter),
-    Target(name="register", run=take_register, seeds=register_seeds, take_apart=slot_bodies,
-           put_together=slot_sealed),
-    record("scrub-cursor", lambda: [seal({"format": 1, "after": "a/b", "at_ms": 5})],
-           lambda data: decode_cursor(data)),
-    record("run-token", lambda: [seal({"format": 1, "token": "t", "machine": "m", "boot": "b",
-           "directory": "/run/x"})], lambda data: decode_place(data, where="x")),
-    record("run-register", lambda: [seal({"format": 1, "sequence": 4, "value": "{}"})],
-           lambda data: decode_register(data, where="x")),
+    record(
+        "counter",
+        lambda: [encode_counter(HORIZON, 5, KEY), encode_counter(HORIZON, 0), b""],
+        take_counter,
+    ),
+    Target(
+        name="register",
+        run=take_register,
+        seeds=register_seeds,
+        take_apart=slot_bodies,
+        put_together=slot_sealed,
+    ),
+    record(
+        "scrub-cursor",
+        lambda: [seal({"format": 1, "after": "a/b", "at_ms": 5})],
+        lambda data: decode_cursor(data),
+    ),
+    record(
+        "run-token",
+        lambda: [
+            seal({"format": 1, "token": "t", "machine": "m", "boot": "b", "directory": "/run/x"})
+        ],
+        lambda data: decode_place(data, where="x"),
+    ),
+    record(
+        "run-register",
+        lambda: [seal({"format": 1, "sequence": 4, "value": "{}"})],
+        lambda data: decode_register(data, where="x"),
+    ),
     record("expiry", expiry_seeds, take_expiry),
-    record("health-states", lambda: [state_seed().encode()],
-           lambda data: PolicyState.decode(data, where="x")),
-    record("agent-memory", lambda: [AgentState(policy=state_seed(), orders_done=4).encode()],
-           lambda data: AgentState.decode(data, where="x")),
-    record("agent-orders", lambda: [seal({"format": 1, "orders": [
-           {"number": 1, "at_ms": 5, "word": "readmit", "device": "d0"}]})], take_orders),
-    Target(name="agent-status", seeds=lambda: [
-           b'{"at_ms": 1000, "process": 4, "devices": [{"device": "d", "present": true}]}'],
-           run=take_status),
+    record(
+        "health-states",
+        lambda: [state_seed().encode()],
+        lambda data: PolicyState.decode(data, where="x"),
+    ),
+    record(
+        "agent-memory",
+        lambda: [AgentState(policy=state_seed(), orders_done=4).encode()],
+        lambda data: AgentState.decode(data, where="x"),
+    ),
+    record(
+        "agent-orders",
+        lambda: [
+            seal(
+                {
+                    "format": 1,
+                    "orders": [{"number": 1, "at_ms": 5, "word": "readmit", "device": "d0"}],
+                }
+            )
+        ],
+        take_orders,
+    ),
+    Target(
+        name="agent-status",
+        seeds=lambda: [
+            b'{"at_ms": 1000, "process": 4, "devices": [{"device": "d", "present": true}]}'
+        ],
+        run=take_status,
+    ),
     record("record", lambda: [seal({"format": 1, "x": [1, 2.5, "a"]})], take_record),
     Target(name="pool-toml", run=take_toml, seeds=lambda: [TOML]),
     Target(name="names-toml", run=take_names, seeds=lambda: [b'main = "/etc/pool.toml"\n']),
     Target(name="frame", run=take_frame, seeds=frame_seeds),
-]  # fmt: skip
+]

@@ -46,16 +46,25 @@ def tar(members: dict[str, bytes], form: int = tarfile.GNU_FORMAT, **pax: str) -
     return raw.getvalue()[:8192]
 
 
-MEMBERS = {"a.cls": b"1", "a.txt": b"x", "b/c.json": b"{}", "b/c.jpg": b"\xff\xd8\xff\xd9",
-           "l" * 120 + ".bin": b"5"}  # fmt: skip
+MEMBERS = {
+    "a.cls": b"1",
+    "a.txt": b"x",
+    "b/c.json": b"{}",
+    "b/c.jpg": b"\xff\xd8\xff\xd9",
+    "l" * 120 + ".bin": b"5",
+}
 
 
 def tar_seeds() -> list[bytes]:
     plain = tar(MEMBERS)
-    return [b"p" + plain, b"p" + tar(MEMBERS, tarfile.PAX_FORMAT, comment="é", size="5"),
-            b"p" + tar({"a.b": b"", "p" * 90 + "/" + "q" * 50 + ".x": b"1"}, tarfile.USTAR_FORMAT),
-            b"g" + gzip.compress(plain), b"b" + bz2.compress(plain),
-            b"x" + lzma.compress(plain)]  # fmt: skip
+    return [
+        b"p" + plain,
+        b"p" + tar(MEMBERS, tarfile.PAX_FORMAT, comment="é", size="5"),
+        b"p" + tar({"a.b": b"", "p" * 90 + "/" + "q" * 50 + ".x": b"1"}, tarfile.USTAR_FORMAT),
+        b"g" + gzip.compress(plain),
+        b"b" + bz2.compress(plain),
+        b"x" + lzma.compress(plain),
+    ]
 
 
 def tar_blocks(data: bytes) -> list[bytes]:
@@ -127,14 +136,17 @@ def take_npz(data: bytes) -> None:
 def arrow_seeds() -> list[bytes]:
     import pyarrow as pa
 
-    table = pa.table({
-        "v": pa.array([b"aaaa", b"bbbb", b"cccc"], pa.binary()),
-        "s": pa.array(["a", "bb", None]), "n": pa.array([1, 2, 3], pa.int32()),
-        "l": pa.array([[1], [2, 3], []], pa.list_(pa.int64())),
-        "f": pa.array([[1.0, 2.0]] * 3, pa.list_(pa.float32(), 2)),
-        "d": pa.array(["x", "y", "x"]).dictionary_encode(),
-        "b": pa.array([{"bytes": b"q", "path": ""}] * 3),
-    })  # fmt: skip
+    table = pa.table(
+        {
+            "v": pa.array([b"aaaa", b"bbbb", b"cccc"], pa.binary()),
+            "s": pa.array(["a", "bb", None]),
+            "n": pa.array([1, 2, 3], pa.int32()),
+            "l": pa.array([[1], [2, 3], []], pa.list_(pa.int64())),
+            "f": pa.array([[1.0, 2.0]] * 3, pa.list_(pa.float32(), 2)),
+            "d": pa.array(["x", "y", "x"]).dictionary_encode(),
+            "b": pa.array([{"bytes": b"q", "path": ""}] * 3),
+        }
+    )
     made = []
     for opened in (pa.ipc.new_file, pa.ipc.new_stream):
         raw = io.BytesIO()
@@ -193,8 +205,7 @@ def image_seeds() -> list[bytes]:
     png = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\0IEND\xae\x42\x60\x82"
     gif = b"GIF89a" + bytes(7) + b"\x2c" + bytes(10) + b"\x01\x05\0;"
     jpeg = b"\xff\xd8\xff\xe0\0\x04ab\xff\xda\0\x02xx\xff\xd9"
-    return [png, gif, jpeg, b"BM\x0e\0\0\0" + bytes(8),
-            b"RIFF\x04\0\0\0WEBP"]  # fmt: skip
+    return [png, gif, jpeg, b"BM\x0e\0\0\0" + bytes(8), b"RIFF\x04\0\0\0WEBP"]
 
 
 def take_image(data: bytes) -> None:
@@ -203,14 +214,20 @@ def take_image(data: bytes) -> None:
 
 
 SOURCE_TARGETS = [
-    Target(name="tar", run=take_tar, seeds=tar_seeds, take_apart=tar_blocks,
-           put_together=tar_checked),
+    Target(
+        name="tar", run=take_tar, seeds=tar_seeds, take_apart=tar_blocks, put_together=tar_checked
+    ),
     Target(name="npy", run=take_npy, seeds=npy_seeds, take_apart=npy_parts, put_together=npy_file),
     Target(name="npz", run=take_npz, seeds=npz_seeds, take_apart=zip_body, put_together=zip_file),
     Target(name="arrow", run=take_arrow, seeds=arrow_seeds_once),
     Target(name="parquet", run=take_parquet, seeds=parquet_seeds),
-    Target(name="table-lists", run=take_folder, seeds=lambda: [
-           b'\x00{"_data_files": [{"filename": "x-train.arrow"}]}',
-           b'\x01{"splits": {"train": {"name": "train"}}}']),
+    Target(
+        name="table-lists",
+        run=take_folder,
+        seeds=lambda: [
+            b'\x00{"_data_files": [{"filename": "x-train.arrow"}]}',
+            b'\x01{"splits": {"train": {"name": "train"}}}',
+        ],
+    ),
     Target(name="image", run=take_image, seeds=image_seeds),
-]  # fmt: skip
+]

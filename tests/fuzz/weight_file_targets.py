@@ -25,9 +25,11 @@ def safetensors(entries: dict[str, Any], payload: bytes) -> bytes:
 
 
 def safetensors_seeds() -> list[bytes]:
-    entries = {"__metadata__": {"format": "pt"},
-               "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
-               "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}}  # fmt: skip
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]},
+        "b": {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]},
+    }
     return [safetensors(entries, bytes(22))]
 
 
@@ -91,12 +93,32 @@ def take_dcp_bytes(data: bytes) -> None:
 
 
 WEIGHT_FILE_TARGETS = [
-    Target(name="safetensors", run=take_safetensors, seeds=safetensors_seeds,
-           take_apart=safetensors_body, put_together=safetensors_file),
-    Target(name="safetensors-index", run=take_index, seeds=lambda: [
-           b'{"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}']),
-    Target(name="torch-file", run=take_torch, seeds=torch_seeds, take_apart=zip_body,
-           put_together=zip_file),
-    Target(name="dcp-bytes", run=take_dcp_bytes, seeds=torch_seeds, take_apart=zip_body,
-           put_together=zip_file),
-]  # fmt: skip
+    Target(
+        name="safetensors",
+        run=take_safetensors,
+        seeds=safetensors_seeds,
+        take_apart=safetensors_body,
+        put_together=safetensors_file,
+    ),
+    Target(
+        name="safetensors-index",
+        run=take_index,
+        seeds=lambda: [
+            b'{"metadata": {}, "weight_map": {"a": "a.safetensors", "b": "a.safetensors"}}'
+        ],
+    ),
+    Target(
+        name="torch-file",
+        run=take_torch,
+        seeds=torch_seeds,
+        take_apart=zip_body,
+        put_together=zip_file,
+    ),
+    Target(
+        name="dcp-bytes",
+        run=take_dcp_bytes,
+        seeds=torch_seeds,
+        take_apart=zip_body,
+        put_together=zip_file,
+    ),
+]

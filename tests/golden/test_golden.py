@@ -127,11 +127,16 @@ def test_a_golden_path_is_still_found() -> None:
 
 KEY = PoolKey(bytes(range(32)))
 COPY = ColumnHeader(
-    pool_id=HEADER.pool_id, key="runs/gpt/manifest", version=Version(1_763_726_400_123, 0xCAFE),
-    kind=Kind.COPY, column=2,
+    pool_id=HEADER.pool_id,
+    key="runs/gpt/manifest",
+    version=Version(1_763_726_400_123, 0xCAFE),
+    kind=Kind.COPY,
+    column=2,
     geometry=Geometry(data=1, parity=2, unit_bytes=65536, size=70_000, code=Code.COPIES),
-    devices=HEADER.devices[:3], generation=42, created_ms=1_763_726_400_124,
-)  # fmt: skip
+    devices=HEADER.devices[:3],
+    generation=42,
+    created_ms=1_763_726_400_124,
+)
 KEYED = HERE / "keyed-v2"
 
 
@@ -172,14 +177,19 @@ def test_a_golden_membership_of_a_pool_with_a_key_is_still_read_and_written() ->
 
 IDENTITY = Identity(pool_id=HEADER.pool_id, device_id="d" * 32, domain="rack-ä", weight=1.5)
 POOL = PoolRecord(
-    pool_id=HEADER.pool_id, generation=42, nonce="00ff", parent="ab" * 16, data=4, parity=2,
+    pool_id=HEADER.pool_id,
+    generation=42,
+    nonce="00ff",
+    parent="ab" * 16,
+    data=4,
+    parity=2,
     unit_bytes=65536,
     members=(
         Member(device_id="d" * 32, url="/mnt/ä", domain="rack-ä", weight=1.5),
         Member(device_id="e" * 32, url="s3://b/c", domain="r2", state=DeviceState.DRAINING),
     ),
     evicted=(Member(device_id="f" * 32, url="/z", domain="r3", state=DeviceState.EVICTED),),
-)  # fmt: skip
+)
 DEBT = Debt(key=HEADER.key, version=HEADER.version, missing=(0, 5))
 
 

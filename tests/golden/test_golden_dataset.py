@@ -66,8 +66,15 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 
 def write(pool: Pool, name: str) -> None:
-    with DatasetWriter(pool, name, FIELDS, unit_bytes=4 * KIB, shard_bytes=16 * KIB,
-                       metadata={"note": "ä"}, **WRITTEN[name]) as writer:  # fmt: skip
+    with DatasetWriter(
+        pool,
+        name,
+        FIELDS,
+        unit_bytes=4 * KIB,
+        shard_bytes=16 * KIB,
+        metadata={"note": "ä"},
+        **WRITTEN[name],
+    ) as writer:
         for number in range(40):
             writer.write(sample(number))
 

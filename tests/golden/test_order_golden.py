@@ -62,9 +62,12 @@ def take(name: str, epoch: int, start: int) -> Vector:
     order = ORDERS[name]()
     found = order.indices(epoch, start, min(order.length, start + 100_000))
     return {
-        "order": name, "epoch": epoch, "start": start, "first": found[:6].tolist(),
+        "order": name,
+        "epoch": epoch,
+        "start": start,
+        "first": found[:6].tolist(),
         "digest": digest(found),
-    }  # fmt: skip
+    }
 
 
 def test_the_vectors_cover_every_order() -> None:
@@ -91,11 +94,16 @@ def test_a_process_without_simd_gives_the_same_samples() -> None:
     dispatched = " ".join(core.__cpu_dispatch__)
     asked = json.dumps([(v["order"], v["epoch"], v["start"]) for v in wanted])
     environment = {
-        "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONHASHSEED": "77",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONHASHSEED": "77",
         "NPY_DISABLE_CPU_FEATURES": dispatched,
-    }  # fmt: skip
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, __file__, dispatched, asked],
-        env=environment, capture_output=True, text=True, check=True, timeout=120,
-    )  # fmt: skip
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
     assert json.loads(done.stdout) == [[], wanted]

@@ -81,9 +81,12 @@ def test_compiled_kernels_agree_with_the_reference() -> None:
     environment = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        [sys.executable, KERNELS, "cuda"], env=environment, capture_output=True, text=True,
+        [sys.executable, KERNELS, "cuda"],
+        env=environment,
+        capture_output=True,
+        text=True,
         timeout=280,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(done.stdout)
     assert len(answers) == 8
@@ -117,10 +120,14 @@ def test_an_object_with_two_lost_columns_arrives_whole(tmp_path: Path) -> None:
                 span = block_span(0, size, size)
                 assert bool(verify(arena.tensor, column.blocks(*span, i * size)).all())
             jobs = DecodeJobs(
-                data=4, parity=2, have=have, want=want, length=size,
+                data=4,
+                parity=2,
+                have=have,
+                want=want,
+                length=size,
                 sources=np.array([[i * size for i in have]]),
                 targets=np.array([[i * size for i in want]]),
-            )  # fmt: skip
+            )
             decode(arena.tensor, jobs)
             found = arena.tensor.cpu().numpy()
             arena.tensor[2 * size + 100] ^= 1

@@ -114,9 +114,16 @@ def test_a_ring_of_gpu_memory_is_written_again_behind_the_step(place: Path) -> N
     with hpstore.open(place / "pool.toml") as pool:
         data = Dataset(pool, "records")
         loader = DataLoader(
-            data, batch_size=10, cache=0, seed=3, shuffle=True, device="cuda",
-            gpu=GpuTransfer(direct="off", ring_bytes=1 << 28), prefetch_factor=1, num_workers=1,
-        )  # fmt: skip
+            data,
+            batch_size=10,
+            cache=0,
+            seed=3,
+            shuffle=True,
+            device="cuda",
+            gpu=GpuTransfer(direct="off", ring_bytes=1 << 28),
+            prefetch_factor=1,
+            num_workers=1,
+        )
         for epoch in range(6):
             there = []
             for batch in loader:

@@ -110,8 +110,9 @@ def test_training_over_lost_devices_sees_every_byte_and_keeps_its_saves(
             save=SaveOptions(staging="overlap"),
         ) as ckpt,
     ):
-        loader = DataLoader(Dataset(pool, "ramps"), BATCH, shuffle=True, seed=1, device="cuda",
-                            cache=0)  # fmt: skip
+        loader = DataLoader(
+            Dataset(pool, "ramps"), BATCH, shuffle=True, seed=1, device="cuda", cache=0
+        )
         began = time.perf_counter()
         for _ in range(EPOCHS):
             for batch in loader:
@@ -134,11 +135,20 @@ def test_training_over_lost_devices_sees_every_byte_and_keeps_its_saves(
         beside, stats = training.milliseconds(), loader.stats()
         loader.close()
     assert (seen, int(training.wrong)) == (EPOCHS * ROWS, 0)
-    print("\n" + json.dumps({
-        "stage": 9 if lost else 3, "devices lost": lost, "step ms alone": alone,
-        "with loader, check and saves": beside, "GB/s to the GPU": round(
-            seen * ROW_BYTES / seconds / 1e9, 2), "reads": stats.get("reads"),
-    }, default=str))  # fmt: skip
+    print(
+        "\n"
+        + json.dumps(
+            {
+                "stage": 9 if lost else 3,
+                "devices lost": lost,
+                "step ms alone": alone,
+                "with loader, check and saves": beside,
+                "GB/s to the GPU": round(seen * ROW_BYTES / seconds / 1e9, 2),
+                "reads": stats.get("reads"),
+            },
+            default=str,
+        )
+    )
     with (
         hpstore.open(place / "pool.toml") as pool,
         Checkpointer(pool, "run", rng=False, keep_last=2) as ckpt,

@@ -34,8 +34,10 @@ class NumberedSource:
         """What a read of the block gives."""
         size = int(sizes_of(self.sizes, np.array([block]))[0])
         seed = block * 2654435761 + self.version * 97
-        return ((np.arange(size, dtype=np.uint64) * np.uint64(2 * block + 1) + np.uint64(seed))
-                >> np.uint64(3)).astype(np.uint8)  # fmt: skip
+        return (
+            (np.arange(size, dtype=np.uint64) * np.uint64(2 * block + 1) + np.uint64(seed))
+            >> np.uint64(3)
+        ).astype(np.uint8)
 
     def read(self, blocks: Int64s, targets: Targets) -> None:
         """As BlockSource.read."""

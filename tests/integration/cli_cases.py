@@ -60,9 +60,12 @@ class Cli:
         """In a process of its own."""
         return subprocess.Popen(
             [sys.executable, "-c", "from hpstore.cli import main; main()", *map(str, words)],
-            cwd=self.directory, text=True, stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(self.directory)}, **streams,
-        )  # fmt: skip
+            cwd=self.directory,
+            text=True,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(self.directory)},
+            **streams,
+        )
 
     def fails(self, *words: object, code: int) -> str:
         """In a process of its own that ends with `code`: its standard error."""
@@ -75,9 +78,7 @@ class Cli:
 class PoolCommands(Cli):
     """Those of one group that take the pool first: `hpstore GROUP COMMAND pool.toml ...`."""
 
-    def __init__(
-        self, directory: Path, captured: pytest.CaptureFixture[str], group: str
-    ) -> None:  # fmt: skip
+    def __init__(self, directory: Path, captured: pytest.CaptureFixture[str], group: str) -> None:
         super().__init__(directory, captured)
         self._group = group
 

@@ -30,13 +30,21 @@ def compiled(kernel: Any, types: dict[str, str], values: dict[str, int]) -> int:
 
 
 COMBINE = {
-    "memory": "*i32", "sources": "*i64", "targets": "*i64", "factors": "*i32", "words": "i32",
+    "memory": "*i32",
+    "sources": "*i64",
+    "targets": "*i64",
+    "factors": "*i32",
+    "words": "i32",
     "rows": "i32",
-}  # fmt: skip
+}
 DIGEST = {
-    "memory": "*i64", "starts": "*i64", "lengths": "*i64", "seeds": "*i64", "table": "*i64",
+    "memory": "*i64",
+    "starts": "*i64",
+    "lengths": "*i64",
+    "seeds": "*i64",
+    "table": "*i64",
     "digests": "*i64",
-}  # fmt: skip
+}
 
 if __name__ == "__main__":
     found = {

@@ -26,10 +26,12 @@ SMALL: dict[str, Any] = {"shard_bytes": 200 * KIB, "unit_bytes": 64 * KIB}
 
 def make_pool(directory: Path, *, data: int = 3, parity: int = 2, devices: int = 5) -> Pool:
     return hpstore.create(
-        [directory / f"d{i}" for i in range(devices)], data=data, parity=parity,
+        [directory / f"d{i}" for i in range(devices)],
+        data=data,
+        parity=parity,
         config=directory / "pool.toml",
         settings=Settings(memory_bytes=32 * MIB, run_directory=str(directory / "run")),
-    )  # fmt: skip
+    )
 
 
 def sample(number: int) -> dict[str, Any]:

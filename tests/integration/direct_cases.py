@@ -21,10 +21,12 @@ KINDS: dict[str, dict[str, Field]] = {
     "records": {"image": Field("uint8", (3, 64, 64)), "label": Field("int64")},
     "blocks": {"image": Field("uint8", (3, 81, 81)), "label": Field("int64")},
     "fields": {
-        "a": Field("float32", (50, 50)), "b": Field("bfloat16", (100,)), "label": Field("int64"),
+        "a": Field("float32", (50, 50)),
+        "b": Field("bfloat16", (100,)),
+        "label": Field("int64"),
         "c": Field("int16", (4000,)),
     },
-}  # fmt: skip
+}
 
 
 def write_direct(pool: Pool, kind: str, count: int = COUNT, unit_bytes: int = 128 * KIB) -> Dataset:
@@ -77,8 +79,9 @@ def gpu_epoch(
     seen(loader, data)
     found = [
         {name: value.to("cpu") for name, value in batch.items()}
-        for _ in range(epochs) for batch in loader
-    ]  # fmt: skip
+        for _ in range(epochs)
+        for batch in loader
+    ]
     stats = loader.stats()["direct"]
     loader.close()
     if isinstance(device, FakeGpu):

@@ -14,8 +14,18 @@ from hpstore.health.forecast.drive_histories import DriveHistory, Gathered, hist
 from hpstore.health.smart.counters import COUNTERS, INDEX
 
 FIRST = date(2024, 1, 1)
-HEADER = ("date", "serial_number", "model", "capacity_bytes", "failure", "smart_5_raw",
-          "smart_187_raw", "smart_188_raw", "smart_197_raw", "smart_198_raw")  # fmt: skip
+HEADER = (
+    "date",
+    "serial_number",
+    "model",
+    "capacity_bytes",
+    "failure",
+    "smart_5_raw",
+    "smart_187_raw",
+    "smart_188_raw",
+    "smart_197_raw",
+    "smart_198_raw",
+)
 COUNTED = ("smart_5", "smart_187", "smart_188", "smart_197", "smart_198")
 
 
@@ -46,8 +56,9 @@ def fleet(
             counts[-len(rises) :] = np.cumsum(rises, axis=0)
         elif rng.random() < 0.2:
             counts[int(rng.integers(length)) :, int(rng.integers(5))] = int(rng.integers(1, 4))
-        made.append(MadeDrive(serial=f"S{seed}-{number:04d}", model=model, counts=counts,
-                              failed=failed))  # fmt: skip
+        made.append(
+            MadeDrive(serial=f"S{seed}-{number:04d}", model=model, counts=counts, failed=failed)
+        )
     return made
 
 
@@ -58,8 +69,14 @@ def rows(drives: Iterable[MadeDrive]) -> Iterator[tuple[object, ...]]:
         for drive in drives:
             if day < len(drive.counts):
                 last = drive.failed and day == len(drive.counts) - 1
-                yield ((FIRST + timedelta(day)).isoformat(), drive.serial, drive.model,
-                       4_000_787_030_016, int(last), *map(int, drive.counts[day]))  # fmt: skip
+                yield (
+                    (FIRST + timedelta(day)).isoformat(),
+                    drive.serial,
+                    drive.model,
+                    4_000_787_030_016,
+                    int(last),
+                    *map(int, drive.counts[day]),
+                )
 
 
 def write_csv(path: Path, drives: Iterable[MadeDrive], header: tuple[str, ...] = HEADER) -> Path:
@@ -79,7 +96,11 @@ def histories(drives: Iterable[MadeDrive]) -> Gathered:
         values = np.full((len(drive.counts), len(COUNTERS)), np.nan)
         values[:, [INDEX[name] for name in COUNTED]] = drive.counts
         days = FIRST.toordinal() + np.arange(len(drive.counts))
-        made.append(history(drive.serial, drive.model, days, values,
-                            int(days[-1]) if drive.failed else None))  # fmt: skip
-    return Gathered(histories=tuple(made), healthy_share=1.0,
-                    rows=sum(len(h.days) for h in made), repeated=0)  # fmt: skip
+        made.append(
+            history(
+                drive.serial, drive.model, days, values, int(days[-1]) if drive.failed else None
+            )
+        )
+    return Gathered(
+        histories=tuple(made), healthy_share=1.0, rows=sum(len(h.days) for h in made), repeated=0
+    )

@@ -70,9 +70,14 @@ def lost_again(data: int, parity: int, lost: tuple[int, ...], choose: int) -> st
     held[:] = columns
     held[list(lost)] = 0x5A
     jobs = DecodeJobs(
-        data=data, parity=parity, have=have, want=lost, length=UNIT,
-        sources=np.array([[i * UNIT for i in have]]), targets=np.array([[i * UNIT for i in lost]]),
-    )  # fmt: skip
+        data=data,
+        parity=parity,
+        have=have,
+        want=lost,
+        length=UNIT,
+        sources=np.array([[i * UNIT for i in have]]),
+        targets=np.array([[i * UNIT for i in lost]]),
+    )
     decoded(memory, jobs)
     if not (held == columns).all():
         return f"columns {lost} of {data}+{parity} from {have} differ"
@@ -109,9 +114,14 @@ def several_jobs() -> str:
         for i in (0, 2, 3, 5):
             memory[at[i] : at[i] + UNIT] = columns[i]
     jobs = DecodeJobs(
-        data=4, parity=2, have=(0, 2, 3, 5), want=(1, 4), length=UNIT,
-        sources=places[:, [0, 2, 3, 5]], targets=places[:, [1, 4]],
-    )  # fmt: skip
+        data=4,
+        parity=2,
+        have=(0, 2, 3, 5),
+        want=(1, 4),
+        length=UNIT,
+        sources=places[:, [0, 2, 3, 5]],
+        targets=places[:, [1, 4]],
+    )
     decoded(memory, jobs)
     for columns, at in zip(stripes, places, strict=True):
         for i in range(6):

@@ -52,10 +52,11 @@ def values_of(fields: dict[str, Field], number: int) -> dict[str, Any]:
     """The sample of a number."""
     known = sample(number)
     return {
-        name: known[name] if name == "label" or FIELDS.get(name) == field
+        name: known[name]
+        if name == "label" or FIELDS.get(name) == field
         else value_of(field, number)
         for name, field in fields.items()
-    }  # fmt: skip
+    }
 
 
 def write(pool: Pool, name: str, fields: dict[str, Field], count: int, **options: Any) -> Dataset:

@@ -79,9 +79,7 @@ def _enter(
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world
-        )  # fmt: skip
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         job(rank, world, directory, *args)
         code = 0
     except BaseException:  # noqa: BLE001 (handed to the test)
@@ -104,9 +102,11 @@ def build(kind: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]
     """A model with AdamW: plain, compiled, ddp, fsdp (1-D), tp, or 2d (FSDP over TP)."""
     torch.manual_seed(seed)
     net: torch.nn.Module = torch.nn.Sequential(
-        torch.nn.Linear(INPUTS, HIDDEN), torch.nn.ReLU(), torch.nn.Linear(HIDDEN, UNEVEN),
+        torch.nn.Linear(INPUTS, HIDDEN),
+        torch.nn.ReLU(),
+        torch.nn.Linear(HIDDEN, UNEVEN),
         torch.nn.Linear(UNEVEN, OUTPUTS),
-    )  # fmt: skip
+    )
     if kind == "compiled":
         net = torch.compile(net)  # type: ignore[assignment]
     elif kind == "ddp":

@@ -60,9 +60,14 @@ def test_verdicts_compare_repetition_by_repetition() -> None:
     assert found["ours to LRU"]["met"] is False
     once = verdicts({NOTHING: [10.0], "ours": [10.3]})
     assert once == {
-        "ours to no cache":
-            {"ratio": 1.03, "lowest": 1.03, "highest": 1.03, "bar": 1.02, "met": False},
-    }  # fmt: skip
+        "ours to no cache": {
+            "ratio": 1.03,
+            "lowest": 1.03,
+            "highest": 1.03,
+            "bar": 1.02,
+            "met": False,
+        },
+    }
 
 
 @settings(max_examples=100, deadline=None)

@@ -62,9 +62,13 @@ def test_one_fetch_serves_all_who_ask_for_a_block(
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(read_checked, reader, source, wanted) for _ in range(6)]
         core = core_of(cache)
-        poll(PATIENCE, lambda: all(
-            f.waiting == 5 for f in core.stocks[source.name].flights.values()
-        ) and source.entered.is_set())  # fmt: skip
+        poll(
+            PATIENCE,
+            lambda: (
+                all(f.waiting == 5 for f in core.stocks[source.name].flights.values())
+                and source.entered.is_set()
+            ),
+        )
         source.gate.set()
         for one in asked:
             one.result(PATIENCE)
@@ -290,9 +294,12 @@ def test_a_restart_finds_the_disk_and_what_was_learned(
     learned = core_of(cache).stocks[source.name].policy.state_arrays()
     cache.close()
     again = NumberedSource(COUNT, SIZE)
-    with Cache(
-        COUNT * SIZE // 8, disk_path=tmp_path, disk_bytes=COUNT * 4096, prefetch_threads=0
-    ) as cache, cache.attach(again, batch_blocks=10) as reader:  # fmt: skip
+    with (
+        Cache(
+            COUNT * SIZE // 8, disk_path=tmp_path, disk_bytes=COUNT * 4096, prefetch_threads=0
+        ) as cache,
+        cache.attach(again, batch_blocks=10) as reader,
+    ):
         kept = core_of(cache).stocks[source.name].policy.state_arrays()
         assert len(np.unique(learned["learner_keys"])) > 1
         assert np.array_equal(kept["learner_keys"], learned["learner_keys"])
@@ -311,9 +318,10 @@ def test_a_restart_brings_the_favourites_of_the_disk_into_memory(
     cache.close()
     assert len(blocks)
     again = NumberedSource(COUNT, SIZE)
-    with Cache(
-        COUNT * SIZE // 8, disk_path=tmp_path, disk_bytes=COUNT * 4096
-    ) as cache, cache.attach(again, batch_blocks=10):  # fmt: skip
+    with (
+        Cache(COUNT * SIZE // 8, disk_path=tmp_path, disk_bytes=COUNT * 4096) as cache,
+        cache.attach(again, batch_blocks=10),
+    ):
         poll(PATIENCE, lambda: cache.stats().get("prefetch_total", 0) > 0)
     assert not again.fetches.any()
 
@@ -326,9 +334,10 @@ def test_a_changed_source_drops_all_that_was_kept_of_it(
     cache.close()
     assert len(blocks)
     changed = NumberedSource(COUNT, SIZE, version=1)
-    with Cache(
-        COUNT * SIZE // 8, disk_path=tmp_path, disk_bytes=COUNT * 4096
-    ) as cache, cache.attach(changed, batch_blocks=10) as reader:  # fmt: skip
+    with (
+        Cache(COUNT * SIZE // 8, disk_path=tmp_path, disk_bytes=COUNT * 4096) as cache,
+        cache.attach(changed, batch_blocks=10) as reader,
+    ):
         assert not len(on_disk(cache, changed))
         assert cache.stats()["learned_refused_total"] == 1
         read_epoch(reader, changed, np.arange(COUNT), 10)

@@ -39,9 +39,11 @@ from tests.thorough import crash_points
 def model(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300), torch.nn.Dropout(0.2),
+        torch.nn.Linear(40, 300),
+        torch.nn.BatchNorm1d(300),
+        torch.nn.Dropout(0.2),
         torch.nn.Linear(300, 5),
-    )  # fmt: skip
+    )
 
 
 def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -83,21 +85,42 @@ def test_save_returns_before_the_tensors_may_change(pool: hpstore.Pool) -> None:
 
 
 VALUES: dict[str, Any] = {
-    "none": None, "true": True, "int": 2**70, "float": 0.1 + 0.2, "inf": float("inf"),
-    "nan": float("nan"), "text": "ü\n", "bytes": b"\0\xff", "complex": 1 - 2j,
-    "list": [1, [2.5, "x"], (3, None)], "intkeys": {1: "a", (2, 3): "b"}, "tag": {"$": 1},
-    "dtype": torch.bfloat16, "size": torch.Size([2, 3]), "device": torch.device("cpu"),
-    "npint": np.int16(-3), "npfloat": np.float32(0.1), "array": np.arange(6).reshape(2, 3),
-    "empty": np.zeros((0, 4)), "scalar": np.array(7.5),
+    "none": None,
+    "true": True,
+    "int": 2**70,
+    "float": 0.1 + 0.2,
+    "inf": float("inf"),
+    "nan": float("nan"),
+    "text": "ü\n",
+    "bytes": b"\0\xff",
+    "complex": 1 - 2j,
+    "list": [1, [2.5, "x"], (3, None)],
+    "intkeys": {1: "a", (2, 3): "b"},
+    "tag": {"$": 1},
+    "dtype": torch.bfloat16,
+    "size": torch.Size([2, 3]),
+    "device": torch.device("cpu"),
+    "npint": np.int16(-3),
+    "npfloat": np.float32(0.1),
+    "array": np.arange(6).reshape(2, 3),
+    "empty": np.zeros((0, 4)),
+    "scalar": np.array(7.5),
     "python": random.Random(1).getstate(),
-}  # fmt: skip
+}
 TENSORS: dict[str, torch.Tensor] = {
-    "f32": torch.randn(3, 4), "bf16": torch.randn(5).bfloat16(), "f16": torch.randn(5).half(),
-    "fp8": torch.randn(8).to(torch.float8_e4m3fn), "bool": torch.tensor([True, False]),
-    "complex": torch.randn(3, dtype=torch.complex64), "int8": torch.arange(5, dtype=torch.int8),
-    "zero_d": torch.tensor(3.5), "empty": torch.empty(0, 3), "view": torch.randn(6, 6)[::2, 1:],
-    "transposed": torch.randn(4, 5).t(), "big": torch.randn(300, 300),
-}  # fmt: skip
+    "f32": torch.randn(3, 4),
+    "bf16": torch.randn(5).bfloat16(),
+    "f16": torch.randn(5).half(),
+    "fp8": torch.randn(8).to(torch.float8_e4m3fn),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.randn(3, dtype=torch.complex64),
+    "int8": torch.arange(5, dtype=torch.int8),
+    "zero_d": torch.tensor(3.5),
+    "empty": torch.empty(0, 3),
+    "view": torch.randn(6, 6)[::2, 1:],
+    "transposed": torch.randn(4, 5).t(),
+    "big": torch.randn(300, 300),
+}
 
 
 @pytest.mark.parametrize("name", list(VALUES))
@@ -340,8 +363,9 @@ def test_orphans_of_dead_saves_are_collected(pool: hpstore.Pool) -> None:
     with pool:
         with Checkpointer(pool, "run") as ckpt:
             ckpt.save(1, {"x": torch.ones(9)}).result()
-        dead = SaveAttempt(step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1,
-                       namespace=space, started_ms=0)  # fmt: skip
+        dead = SaveAttempt(
+            step=2, nonce="aa", host=host, boot=boot, pid=2**22 + 1, namespace=space, started_ms=0
+        )
         alive = SaveAttempt(
             step=2, nonce="bb", host=host, boot=boot, pid=1, namespace=space, started_ms=0
         )

@@ -28,7 +28,7 @@ from hpstore.units import MIB
 def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
     harness = Harness(
         tmp_path, data=2, parity=1, devices=3, settings=Settings(memory_bytes=32 * MIB)
-    )  # fmt: skip
+    )
     with harness.open() as opened:
         yield opened
 
@@ -172,8 +172,10 @@ def test_the_writer_gets_the_arena_after_the_last_copy(
     fake.take(job.tensors())
     writer.begin.set()
     for prefix, mode, limit in (
-        ("a", "copy", None), ("b", "overlap", None), ("c", "overlap", 300_000),
-    ):  # fmt: skip
+        ("a", "copy", None),
+        ("b", "overlap", None),
+        ("c", "overlap", 300_000),
+    ):
         with Checkpointer(
             pool, prefix, save=SaveOptions(accelerator=fake, staging=mode, memory=limit)
         ) as ckpt:

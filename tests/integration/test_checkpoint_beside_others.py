@@ -43,9 +43,16 @@ from hpstore.testing.memory_pool import Harness
 pytestmark = pytest.mark.usefixtures("segments_apart")
 
 NOTE = SaveAttempt(
-    step=1, nonce="n", host="another", boot="b", pid=1, namespace="pid:[1]", started_ms=0,
-    beat_ms=0, session="s",
-)  # fmt: skip
+    step=1,
+    nonce="n",
+    host="another",
+    boot="b",
+    pid=1,
+    namespace="pid:[1]",
+    started_ms=0,
+    beat_ms=0,
+    session="s",
+)
 
 
 @pytest.fixture

@@ -97,8 +97,13 @@ def test_commands_leave_a_running_training_alone(cli: PoolCommands, pool: hpstor
         # the note of an attempt goes after its result is there
         poll(10, lambda: not any("/attempts/" in key for key in pool.list(RUN)))
         before = pool.list()
-        for words in (("ls", RUN), ("inspect", RUN), ("verify", RUN, "--all"),
-                      ("protect", RUN, 1, "x"), ("unprotect", RUN, "x")):  # fmt: skip
+        for words in (
+            ("ls", RUN),
+            ("inspect", RUN),
+            ("verify", RUN, "--all"),
+            ("protect", RUN, 1, "x"),
+            ("unprotect", RUN, "x"),
+        ):
             cli(*words)
         assert pool.list() == before
         cli("rm", RUN, 1, "--yes")
@@ -134,8 +139,9 @@ def test_verify_tells_how_far_it_is(pool: hpstore.Pool) -> None:
     assert len(seen) > 3
 
 
-def test_every_checkpoint_command_has_help_with_an_example(cli: PoolCommands,
-        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+def test_every_checkpoint_command_has_help_with_an_example(
+    cli: PoolCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """--help shows a line that can be typed."""
     monkeypatch.setenv("COLUMNS", "200")
     for name in ("ls", "inspect", "verify", "export", "import", "rm", "protect", "unprotect"):
@@ -150,8 +156,14 @@ def test_a_mistyped_prefix_is_told_where_checkpoints_are(
         save(pool, 1, {"a": torch.ones(3)}, prefix)
     said = "no checkpoints under 'run/a'; there are some under 'runs/a'"
     failed = CheckpointError.exit_code
-    for words in (("inspect",), ("verify",), ("verify", "--all"), ("rm", 1, "-y"),
-                  ("export", "latest", "x.pt"), ("protect", "latest", "x")):  # fmt: skip
+    for words in (
+        ("inspect",),
+        ("verify",),
+        ("verify", "--all"),
+        ("rm", 1, "-y"),
+        ("export", "latest", "x.pt"),
+        ("protect", "latest", "x"),
+    ):
         assert said in cli(words[0], "run/a", *words[1:], code=failed), words
     assert "'runs/a', 'runs/b'" in cli("inspect", "runs", code=failed)
     assert "under 'runs/a'" in cli("inspect", "runs/a/step-000000000001", code=failed)
@@ -165,9 +177,11 @@ def test_a_mistyped_prefix_is_told_where_checkpoints_are(
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_an_empty_list_says_on_the_side_where_checkpoints_are(
-    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    pool: hpstore.Pool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Standard output stays what a machine reads."""
     save(pool, 1, {"a": torch.ones(3)})
     dcp_save({"a": torch.ones(3)}, storage_writer=StorageWriter(pool, "dcp/x"), no_dist=True)

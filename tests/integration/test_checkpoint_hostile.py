@@ -66,9 +66,7 @@ CHANGES: dict[str, tuple[tuple[Any, ...], Any]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_manifest_with_a_wrong_entry_is_an_integrity_error(
-    ckpt: Checkpointer, case: str
-) -> None:  # fmt: skip
+def test_a_manifest_with_a_wrong_entry_is_an_integrity_error(ckpt: Checkpointer, case: str) -> None:
     """Also where a restore would have come back without having filled a tensor."""
     path, value = CHANGES[case]
     key = manifest_key("run", 1)

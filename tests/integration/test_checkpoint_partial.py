@@ -25,9 +25,7 @@ SIZE = 400_000
 
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
-    return Harness(
-        tmp_path, data=2, parity=1, devices=3, settings=Settings(memory_bytes=32 * MIB)
-    )  # fmt: skip
+    return Harness(tmp_path, data=2, parity=1, devices=3, settings=Settings(memory_bytes=32 * MIB))
 
 
 @pytest.fixture
@@ -138,10 +136,15 @@ def full_state() -> dict[str, Any]:
     net(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     return {
-        "model": net, "optimizer": optimizer, "held": Holder(), "epoch": 3, "losses": [1.0, 2.0],
-        "nested": {"lr": 0.5, "none": None, "pair": (1, torch.ones(2))}, "empty": {},
+        "model": net,
+        "optimizer": optimizer,
+        "held": Holder(),
+        "epoch": 3,
+        "losses": [1.0, 2.0],
+        "nested": {"lr": 0.5, "none": None, "pair": (1, torch.ones(2))},
+        "empty": {},
         "array": np.zeros(8, np.float32)[::2],
-    }  # fmt: skip
+    }
 
 
 def test_values_that_did_not_fit_are_listed_beside_tensors(pool: hpstore.Pool) -> None:
@@ -165,8 +168,10 @@ def test_values_that_did_not_fit_are_listed_beside_tensors(pool: hpstore.Pool) -
         assert ckpt.last_restore.missing == ("nested/more", "new", "rate")
         left = ckpt.last_restore.unexpected
         assert {"epoch", "held/seen", "losses", "nested/lr"} < set(left)
-        assert all(p.startswith("optimizer/") for p in set(left) - {
-            "epoch", "held/seen", "losses", "nested/lr"})  # fmt: skip
+        assert all(
+            p.startswith("optimizer/")
+            for p in set(left) - {"epoch", "held/seen", "losses", "nested/lr"}
+        )
         assert "optimizer/state/weight/exp_avg" in left
         without = {**full_state(), "second": full_state()["optimizer"]}
         del without["optimizer"]
@@ -236,9 +241,10 @@ SPARSE: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse_coo": (lambda: torch.eye(3).to_sparse(), r"\.indices\(\) and \.values\(\)"),
     "sparse_csr": (lambda: torch.eye(3).to_sparse_csr(), r"crow_indices\(\)"),
     "quantised": (
-        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), r"int_repr\(\)",
+        lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        r"int_repr\(\)",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", SPARSE)
@@ -254,17 +260,23 @@ def test_tensors_that_cannot_be_saved_say_what_can(pool: hpstore.Pool, kind: str
 
 
 LATER: dict[str, tuple[Callable[[], Any], str]] = {
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-               r"'a/b' is a nested tensor.*x\.unbind\(\)"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        r"'a/b' is a nested tensor.*x\.unbind\(\)",
+    ),
     "lazy": (lambda: torch.nn.LazyLinear(3), "'a/b/weight' is a parameter without a shape"),
     "key": (lambda: {"\ud800": 1}, r"'a/b' has the key '\\ud800'"),
     "key of a module": (lambda: torch.nn.ParameterDict({"\ud800": torch.ones(2)}), "surrogate"),
     # single.py `dtypes`: torch's own NotImplementedError, and bytes that no restore could take
-    "int4": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),  # type: ignore[attr-defined]
-             r"'a/b' is a tensor of torch\.int4.*x\.view\(torch\.uint8\)"),
-    "quint8": (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
-               r"'a/b' is a tensor of torch\.quint8.*x\.view\(torch\.uint8\)"),
-}  # fmt: skip
+    "int4": (
+        lambda: torch.zeros(4, dtype=torch.uint8).view(torch.int4),  # type: ignore[attr-defined]
+        r"'a/b' is a tensor of torch\.int4.*x\.view\(torch\.uint8\)",
+    ),
+    "quint8": (
+        lambda: torch.zeros(4, dtype=torch.uint8).view(torch.quint8),
+        r"'a/b' is a tensor of torch\.quint8.*x\.view\(torch\.uint8\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("kind", LATER)

@@ -30,9 +30,7 @@ KEY = manifest_key("run", 2)
 @pytest.fixture
 def harness(tmp_path: Path) -> Harness:
     """2+2 over four devices, with two steps; a crash has left one copy of the second's manifest."""
-    made = Harness(
-        tmp_path, data=2, parity=2, devices=4, settings=Settings(memory_bytes=32 * MIB)
-    )  # fmt: skip
+    made = Harness(tmp_path, data=2, parity=2, devices=4, settings=Settings(memory_bytes=32 * MIB))
     with made.open() as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         for step in (1, 2):
             ckpt.save(step, {"x": torch.full((70_000,), float(step))}).result()
@@ -110,8 +108,16 @@ def test_another_process_with_the_id_of_a_dead_save_is_not_it(sleeper: int) -> N
     host, boot, space = here()
     ticks = began(sleeper)
     assert ticks
-    note = SaveAttempt(step=1, nonce="aa", host=host, boot=boot, pid=sleeper, namespace=space,
-                   started_ms=0, ticks=ticks)  # fmt: skip
+    note = SaveAttempt(
+        step=1,
+        nonce="aa",
+        host=host,
+        boot=boot,
+        pid=sleeper,
+        namespace=space,
+        started_ms=0,
+        ticks=ticks,
+    )
     note = SaveAttempt.decode(note.encode(), where="here")
     assert attempt_lives(note, 10**15)
     assert not attempt_lives(replace(note, ticks=ticks - 1), 10**15)

@@ -18,8 +18,13 @@ from tests.property.test_typed_values import same
 
 def _optimizers() -> list[type[torch.optim.Optimizer]]:
     kinds = [getattr(torch.optim, name) for name in torch.optim.__all__]
-    return [k for k in kinds if inspect.isclass(k) and issubclass(k, torch.optim.Optimizer)
-            and k is not torch.optim.Optimizer]  # fmt: skip
+    return [
+        k
+        for k in kinds
+        if inspect.isclass(k)
+        and issubclass(k, torch.optim.Optimizer)
+        and k is not torch.optim.Optimizer
+    ]
 
 
 @pytest.mark.parametrize("kind", _optimizers(), ids=lambda kind: kind.__name__)
@@ -67,7 +72,8 @@ SCHEDULERS: dict[str, Scheduler] = {
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, _half),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 4, 4]),
-    "ConstantLR": lr_scheduler.ConstantLR, "LinearLR": lr_scheduler.LinearLR,
+    "ConstantLR": lr_scheduler.ConstantLR,
+    "LinearLR": lr_scheduler.LinearLR,
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
     "PolynomialLR": lr_scheduler.PolynomialLR,
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
@@ -82,7 +88,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, 20),
     "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
     "SWALR": lambda o: swa_utils.SWALR(o, 0.01),
-}  # fmt: skip
+}
 
 
 def test_the_list_of_schedulers_is_all_of_them() -> None:
@@ -114,14 +120,17 @@ def test_every_scheduler_of_torch_comes_back(pool: hpstore.Pool, name: str) -> N
 
 
 METRICS: dict[str, Callable[[], torchmetrics.Metric]] = {
-    "MeanMetric": torchmetrics.MeanMetric, "SumMetric": torchmetrics.SumMetric,
-    "MaxMetric": torchmetrics.MaxMetric, "MinMetric": torchmetrics.MinMetric,
+    "MeanMetric": torchmetrics.MeanMetric,
+    "SumMetric": torchmetrics.SumMetric,
+    "MaxMetric": torchmetrics.MaxMetric,
+    "MinMetric": torchmetrics.MinMetric,
     "CatMetric": torchmetrics.CatMetric,
     "RunningMean": lambda: torchmetrics.RunningMean(window=2),
-    "MeanSquaredError": torchmetrics.MeanSquaredError, "R2Score": torchmetrics.R2Score,
+    "MeanSquaredError": torchmetrics.MeanSquaredError,
+    "R2Score": torchmetrics.R2Score,
     "PearsonCorrCoef": torchmetrics.PearsonCorrCoef,
     "SpearmanCorrCoef": torchmetrics.SpearmanCorrCoef,
-}  # fmt: skip
+}
 
 
 @pytest.mark.filterwarnings("ignore:Metric .* will save all targets:UserWarning")
@@ -156,8 +165,11 @@ def test_averages_and_scalers_come_back(pool: hpstore.Pool) -> None:
         torch.manual_seed(2)
         model = torch.nn.Linear(2, 2)
         ema = swa_utils.get_ema_multi_avg_fn(0.5)  # type: ignore[no-untyped-call]
-        return {"m": model, "ema": swa_utils.AveragedModel(model, multi_avg_fn=ema),
-                "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}  # fmt: skip
+        return {
+            "m": model,
+            "ema": swa_utils.AveragedModel(model, multi_avg_fn=ema),
+            "scaler": torch.amp.GradScaler("cpu", init_scale=8.0),
+        }
 
     saved, into = build(), build()
     with torch.no_grad():

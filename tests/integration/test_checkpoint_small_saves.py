@@ -238,9 +238,15 @@ def test_many_steps_go_with_few_listings(pool: Pool, monkeypatch: pytest.MonkeyP
 
 def report(step: int, nbytes: int = 1000) -> SaveReport:
     return SaveReport(
-        step=step, key="", bytes=nbytes, referenced_bytes=0, staged_seconds=0.0,
-        durable_seconds=0.0, losses_tolerated=2, spare_columns=2,
-    )  # fmt: skip
+        step=step,
+        key="",
+        bytes=nbytes,
+        referenced_bytes=0,
+        staged_seconds=0.0,
+        durable_seconds=0.0,
+        losses_tolerated=2,
+        spare_columns=2,
+    )
 
 
 class Recording:

@@ -34,7 +34,7 @@ Tensors = dict[str, torch.Tensor]
 def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
     harness = Harness(
         tmp_path, data=2, parity=1, devices=3, settings=Settings(memory_bytes=32 * MIB)
-    )  # fmt: skip
+    )
     with harness.open() as opened:
         yield opened
 

@@ -10,9 +10,21 @@ from hpstore.checkpoint import Checkpointer, SavedStep, Steps
 from hpstore.errors import CheckpointError
 
 CONTRACT = {
-    "close", "counters", "delete", "last_restore", "latest_valid", "load", "per_rank", "prefix",
-    "pool", "restore", "save", "steps", "verify", "wait",
-}  # fmt: skip
+    "close",
+    "counters",
+    "delete",
+    "last_restore",
+    "latest_valid",
+    "load",
+    "per_rank",
+    "prefix",
+    "pool",
+    "restore",
+    "save",
+    "steps",
+    "verify",
+    "wait",
+}
 MORE = {"allow_pickle", "before_update", "reached_preemption", "read", "rng", "saver"}
 
 

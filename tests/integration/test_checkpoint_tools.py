@@ -111,8 +111,11 @@ def own_reader(kind: str, target: Path, wanted: dict[str, torch.Tensor]) -> dict
     if kind == "safetensors":
         raw = (target / "model.safetensors").read_bytes()
         header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        starts = [(e["data_offsets"][0], DTYPES[e["dtype"]].itemsize)
-                  for name, e in header.items() if name != "__metadata__"]  # fmt: skip
+        starts = [
+            (e["data_offsets"][0], DTYPES[e["dtype"]].itemsize)
+            for name, e in header.items()
+            if name != "__metadata__"
+        ]
         assert all(start % width == 0 for start, width in starts)  # as CUDA and mmap like it
         return safetensors.torch.load_file(target / "model.safetensors")
     if kind == "torch":
@@ -147,9 +150,20 @@ def test_a_training_resumes_from_an_export(pool: hpstore.Pool, tmp_path: Path, k
 
 def test_a_torch_file_holds_what_load_state_gives(pool: hpstore.Pool, tmp_path: Path) -> None:
     """weights_only=True takes it, values keep their types, other ZIP readers find CRCs right."""
-    save(pool, 1, {"deep": {"t": torch.ones(2), 5: [torch.zeros(1), None]}, "np": np.arange(3),
-                   "number": np.float32(0.1), "inf": float("inf"), "raw": b"\xff", "z": 1 + 2j,
-                   "dtype": torch.bfloat16, "size": torch.Size([2])})  # fmt: skip
+    save(
+        pool,
+        1,
+        {
+            "deep": {"t": torch.ones(2), 5: [torch.zeros(1), None]},
+            "np": np.arange(3),
+            "number": np.float32(0.1),
+            "inf": float("inf"),
+            "raw": b"\xff",
+            "z": 1 + 2j,
+            "dtype": torch.bfloat16,
+            "size": torch.Size([2]),
+        },
+    )
     export(pool, tmp_path / "all.pt")
     found = torch.load(tmp_path / "all.pt", weights_only=True)
     assert torch.equal(found["deep"]["t"], torch.ones(2))
@@ -360,19 +374,26 @@ def broken_safetensors() -> dict[str, bytes]:
         return len(made).to_bytes(8, "little") + made + good[8 + length :]
 
     return {
-        "empty": b"", "short": b"abc", "cut": good[:-1], "longer": good + b"x",
-        "header": (1 << 60).to_bytes(8, "little") + good[8:], "json": good[:8] + b"}" + good[9:],
-        "dtype": changed(b"F32", b"F33"), "shape": changed(b"[4]", b"[5]"),
-        "negative": changed(b"[4]", b"[-4]"), "overlap": changed(b"[16,24]", b"[12,20]"),
+        "empty": b"",
+        "short": b"abc",
+        "cut": good[:-1],
+        "longer": good + b"x",
+        "header": (1 << 60).to_bytes(8, "little") + good[8:],
+        "json": good[:8] + b"}" + good[9:],
+        "dtype": changed(b"F32", b"F33"),
+        "shape": changed(b"[4]", b"[5]"),
+        "negative": changed(b"[4]", b"[-4]"),
+        "overlap": changed(b"[16,24]", b"[12,20]"),
         "into": changed(b'[2],"data_offsets":[16,24]', b'[3],"data_offsets":[12,24]'),
-        "list": (2).to_bytes(8, "little") + b"[]", "infinite": changed(b"[4]", b"[Infinity]"),
+        "list": (2).to_bytes(8, "little") + b"[]",
+        "infinite": changed(b"[4]", b"[Infinity]"),
         "huge": changed(b"[4]", b"[%d]" % 10**30),
         "deep": (9000).to_bytes(8, "little") + 9000 * b"[",
         "empty and huge": (69).to_bytes(8, "little")
         + b'{"a":{"dtype":"F32","shape":[0,%d,4],"data_offsets":[0,0]}}' % 2**62,
         "surrogate": (59).to_bytes(8, "little")
         + b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("name", broken_safetensors())
@@ -395,8 +416,15 @@ def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
 
 def test_what_a_format_cannot_hold_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
     """complex128 for safetensors, two names that become one, parts that are not there."""
-    save(pool, 1, {"a": {"b.c": torch.zeros(1), "b": {"c": torch.ones(1)}},
-                   "z": torch.zeros(1, dtype=torch.complex128), "n": 1})  # fmt: skip
+    save(
+        pool,
+        1,
+        {
+            "a": {"b.c": torch.zeros(1), "b": {"c": torch.ones(1)}},
+            "z": torch.zeros(1, dtype=torch.complex128),
+            "n": 1,
+        },
+    )
     with pytest.raises(CheckpointError, match="complex128"):
         export(pool, tmp_path / "out", keys=["z"])
     with pytest.raises(CheckpointError, match="both be called"):
@@ -434,8 +462,12 @@ def test_inspect_shows_boxes_frames_and_values_kept_by_rank() -> None:
     first = Item(name="w", dtype="float32", shape=(4, 4), box=half, offset=0, length=32)
     small = replace(first, name="z", shape=(64,), box=whole((64,)), codec="zstd", frames=(32,))
     items = (first, replace(first, box=half.moved((2, 0))), small)
-    tree = {"w": {"$": "tensor", "item": "w"}, "z": {"$": "tensor", "item": "z"},
-            "n": {"$": "ranks", "v": {"0": 5, "1": 6}}, "p": {"$": "pickle", "v": ""}}  # fmt: skip
+    tree = {
+        "w": {"$": "tensor", "item": "w"},
+        "z": {"$": "tensor", "item": "z"},
+        "n": {"$": "ranks", "v": {"0": 5, "1": 6}},
+        "p": {"$": "pickle", "v": ""},
+    }
     manifest = Manifest(step=1, created_ms=0, segments=(), items=items, tree=tree, world=2)
     found = described(manifest, None, [], None)
     assert found.tensors["w"]["boxes"] == [[(0, 0), (2, 4)], [(2, 0), (2, 4)]]

@@ -106,17 +106,30 @@ def test_what_somebody_may_hold_is_filled_where_it_is(pool: hpstore.Pool) -> Non
     draws, numbers = torch.Generator().manual_seed(3), np.random.default_rng(4)
     torch.rand(5, generator=draws), numbers.random(3)
     saved = {
-        "history": [1, 2, 3], "window": deque([4, 5], 9), "seen": {6}, "counts": Counter("aab"),
-        "groups": defaultdict(list, {"x": [7]}), "progress": Progress(8, torch.ones(2)),
-        "draws": draws, "numbers": numbers, "python": random.Random(5), "best": Colour.GREEN,
-    }  # fmt: skip
+        "history": [1, 2, 3],
+        "window": deque([4, 5], 9),
+        "seen": {6},
+        "counts": Counter("aab"),
+        "groups": defaultdict(list, {"x": [7]}),
+        "progress": Progress(8, torch.ones(2)),
+        "draws": draws,
+        "numbers": numbers,
+        "python": random.Random(5),
+        "best": Colour.GREEN,
+    }
     weights = torch.zeros(2)
     into: dict[str, Any] = {
-        "history": [], "window": deque([0], 9), "seen": {1, 2}, "counts": Counter("z"),
-        "groups": defaultdict(list, {"y": [0]}), "progress": Progress(0, weights),
-        "draws": torch.Generator(), "numbers": np.random.default_rng(), "python": random.Random(),
+        "history": [],
+        "window": deque([0], 9),
+        "seen": {1, 2},
+        "counts": Counter("z"),
+        "groups": defaultdict(list, {"y": [0]}),
+        "progress": Progress(0, weights),
+        "draws": torch.Generator(),
+        "numbers": np.random.default_rng(),
+        "python": random.Random(),
         "best": Colour.RED,
-    }  # fmt: skip
+    }
     held = dict(into)
     restored(pool, saved, into)
     for name in held.keys() - {"best"}:
@@ -151,9 +164,10 @@ def test_a_generator_of_another_algorithm_changes_nothing(pool: hpstore.Pool) ->
     weights = torch.zeros(3)
     with pytest.raises(CheckpointMismatch, match="Nothing was changed"):
         restored(
-            pool, {"w": torch.ones(3), "r": np.random.default_rng(1)},
+            pool,
+            {"w": torch.ones(3), "r": np.random.default_rng(1)},
             {"w": weights, "r": np.random.Generator(np.random.MT19937(1))},
-        )  # fmt: skip
+        )
     assert weights.sum() == 0
 
 
@@ -163,9 +177,11 @@ def test_tensors_are_filled_wherever_they_sit(pool: hpstore.Pool) -> None:
     def places() -> dict[str, Any]:
         weights = [torch.zeros(3) for _ in range(5)]
         return {
-            "tuple": (weights[0], [weights[1]]), "deque": deque([weights[2]]),
-            "object": Progress(0, {"m": weights[3]}), "ordered": OrderedDict(a=(weights[4], 1)),
-        }  # fmt: skip
+            "tuple": (weights[0], [weights[1]]),
+            "deque": deque([weights[2]]),
+            "object": Progress(0, {"m": weights[3]}),
+            "ordered": OrderedDict(a=(weights[4], 1)),
+        }
 
     def tensors(state: dict[str, Any]) -> list[torch.Tensor]:
         first, (second,) = state["tuple"]
@@ -289,9 +305,10 @@ def test_what_an_optimizer_made_of_its_state_is_not_touched(
     theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     names = () if alone else ("model",)
     restored(
-        pool, {"optimizer": optimizer} | dict.fromkeys(names, model),
+        pool,
+        {"optimizer": optimizer} | dict.fromkeys(names, model),
         {"optimizer": mine} | dict.fromkeys(names, other),
-    )  # fmt: skip
+    )
     assert all(slots["m"].dtype is torch.int16 for slots in mine.state.values())
     other.load_state_dict(model.state_dict())
     go(other, mine, 2)

@@ -37,9 +37,17 @@ class Two(Ranks):
 
 def job(pool: hpstore.Pool, tree: Any, other: RankVote) -> SaveJob:
     """A save of rank 0, which holds no tensors."""
-    options = JobOptions(step=1, tree=tree,
-        names=tuple(tensor_names(tree)), session="s", overwrite=False, extra={}, codec="",
-                          rate_bytes_per_second=None, began=0.0)  # fmt: skip
+    options = JobOptions(
+        step=1,
+        tree=tree,
+        names=tuple(tensor_names(tree)),
+        session="s",
+        overwrite=False,
+        extra={},
+        codec="",
+        rate_bytes_per_second=None,
+        began=0.0,
+    )
     made = SaveJob(StepCatalog(pool, "run"), Two(lambda: other), options, Earlier())
     made.begin(fence=True)
     return made
@@ -51,9 +59,11 @@ def written(pool: hpstore.Pool, tree: Any, tolerated: int) -> RankVote:
     columns = ItemColumns()
     columns.add([Item(name="x", dtype="float32", shape=(2,), box=whole((2,)), offset=0, length=8)])
     return RankVote(
-        segments=[Segment(key=info.key, size=8, version=info.version)], columns=columns, tree=tree,
+        segments=[Segment(key=info.key, size=8, version=info.version)],
+        columns=columns,
+        tree=tree,
         tolerated=tolerated,
-    )  # fmt: skip
+    )
 
 
 def test_the_report_counts_the_debts_of_all_ranks(pool: hpstore.Pool) -> None:

@@ -190,7 +190,7 @@ WRAPS: dict[str, Callable[[torch.nn.Module], Any]] = {
     "plain": lambda net: net,
     "parallel": torch.nn.DataParallel,
     "compiled": torch.compile,
-}  # fmt: skip
+}
 
 
 def test_names_do_not_depend_on_the_wrapper(pool: hpstore.Pool) -> None:
@@ -230,10 +230,13 @@ def test_what_did_not_fit_is_listed(pool: hpstore.Pool) -> None:
     """strict=False: tensors that were wanted or recorded in vain; what was taken is not listed."""
     with Checkpointer(pool, "run") as ckpt:
         state: dict[str, Any] = {
-            "model": torch.nn.Linear(3, 3), "counted": Counted(), "old": {"x": torch.ones(2)},
-            "pair": (torch.ones(2), 1), "mine": ckpt.per_rank({"t": torch.ones(1)}),
+            "model": torch.nn.Linear(3, 3),
+            "counted": Counted(),
+            "old": {"x": torch.ones(2)},
+            "pair": (torch.ones(2), 1),
+            "mine": ckpt.per_rank({"t": torch.ones(1)}),
             "alone": adamw(Net(1)),  # its model is not in the state
-        }  # fmt: skip
+        }
         for parameter in state["alone"].param_groups[0]["params"]:
             parameter.grad = torch.ones_like(parameter)
         state["alone"].step()

@@ -74,9 +74,13 @@ def test_the_command_is_a_module_and_has_a_short_help() -> None:
     """`python -m hpstore`, `-h` at every level, and completion for shells."""
     for words in ((), ("dataset",), ("dataset", "rm"), ("status",)):
         done = subprocess.run(
-            [sys.executable, "-m", "hpstore", *words, "-h"], check=True, capture_output=True,
-            text=True, timeout=60, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )  # fmt: skip
+            [sys.executable, "-m", "hpstore", *words, "-h"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
         assert "Usage:" in done.stdout
         assert words or "--show-completion" in done.stdout
 
@@ -106,9 +110,20 @@ def test_errors_are_one_line_with_their_own_exit_code(cli: Cli, tmp_path: Path) 
         (("put", cli.pool, "k", "absent"), errors.ConfigError),
         (("evict", cli.pool, "disk9", "--yes"), errors.MembershipError),
         (("status", tmp_path / "none.toml"), errors.ConfigError),
-        (("create", tmp_path / "q.toml", "--data", 4, "--parity", 2, tmp_path / "disk0",
-          *(tmp_path / f"e{i}" for i in range(5))), errors.DeviceInUse),
-    ]  # fmt: skip
+        (
+            (
+                "create",
+                tmp_path / "q.toml",
+                "--data",
+                4,
+                "--parity",
+                2,
+                tmp_path / "disk0",
+                *(tmp_path / f"e{i}" for i in range(5)),
+            ),
+            errors.DeviceInUse,
+        ),
+    ]
     for words, error in cases:
         text = cli.fails(*words, code=error.exit_code)
         assert text.count("\n") == 1, text
@@ -136,8 +151,24 @@ def test_status_is_a_table_for_people(cli: Cli) -> None:
 
 def test_every_command_has_help_with_an_example() -> None:
     """--help names an example line for each command."""
-    for name in ("create", "status", "put", "get", "ls", "stat", "rm", "add", "evict", "drain",
-                 "readmit", "rebuild", "scrub", "bench", "agent", "sit-out"):  # fmt: skip
+    for name in (
+        "create",
+        "status",
+        "put",
+        "get",
+        "ls",
+        "stat",
+        "rm",
+        "add",
+        "evict",
+        "drain",
+        "readmit",
+        "rebuild",
+        "scrub",
+        "bench",
+        "agent",
+        "sit-out",
+    ):
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200"})
         assert shown.exit_code == 0
         assert f"hpstore {name}" in shown.output
@@ -180,7 +211,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(cli: Cli) -> None:
 
 def test_a_terminal_that_cannot_show_a_key_gets_its_code_points(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     """Not a traceback, which a log of a service in the C locale got."""
     (tmp_path / "file").write_bytes(b"x")
     cli.run("put", cli.pool, "ключ/é", "file")

@@ -44,8 +44,12 @@ DESTRUCTIVE: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {
 
 def facts(pool: str) -> tuple[object, ...]:
     with hpstore.open(pool, read_only=True) as opened:
-        return (opened.list("k"), [d.name for d in list_datasets(opened)],
-                len(opened.list("runs/a")), [d.state for d in opened.status().devices])  # fmt: skip
+        return (
+            opened.list("k"),
+            [d.name for d in list_datasets(opened)],
+            len(opened.list("runs/a")),
+            [d.state for d in opened.status().devices],
+        )
 
 
 @pytest.mark.parametrize("name", ["rm", "checkpoint rm", "evict"])
@@ -76,8 +80,11 @@ def test_on_a_terminal_it_is_asked(cli: Cli, answer: str, code: int) -> None:
     ours, theirs = pty.openpty()
     run = subprocess.Popen(
         [sys.executable, "-m", "hpstore", "dataset", "rm", cli.pool, "train"],
-        stdin=theirs, stderr=theirs, stdout=subprocess.DEVNULL, cwd=ROOT,
-    )  # fmt: skip
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
     os.close(theirs)
     os.write(ours, f"{answer}\n".encode())
     assert run.wait(60) == code
@@ -118,8 +125,13 @@ OVERWRITING: dict[str, tuple[object, ...]] = {
 def standing(cli: Cli) -> dict[str, bytes]:
     """What the commands of OVERWRITING would replace."""
     (cli.directory / "folder").mkdir()
-    kept = {"old": b"1", "old.pt": b"2", "folder/model.safetensors": b"3",
-            "model.json": b"4", "old.json": b"5"}  # fmt: skip
+    kept = {
+        "old": b"1",
+        "old.pt": b"2",
+        "folder/model.safetensors": b"3",
+        "model.json": b"4",
+        "old.json": b"5",
+    }
     for name, data in kept.items():
         (cli.directory / name).write_bytes(data)
     (cli.directory / "new").write_bytes(b"new data")

@@ -39,8 +39,23 @@ def cli(place: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
 
 def test_train_writes_a_model_with_its_card_and_figures(cli: Cli) -> None:
     """--json: what it learned from, until when, what it was seen to do; as in the model file."""
-    said = json.loads(cli("train", "a.csv", "--out", "m.json", "--trees", 8, "--folds", 2,
-                          "--horizon-days", 10, "--until", "2024-03-01", "--json"))  # fmt: skip
+    said = json.loads(
+        cli(
+            "train",
+            "a.csv",
+            "--out",
+            "m.json",
+            "--trees",
+            8,
+            "--folds",
+            2,
+            "--horizon-days",
+            10,
+            "--until",
+            "2024-03-01",
+            "--json",
+        )
+    )
     card = json.loads((cli.directory / "m.json").read_text())["card"]
     assert said["card"] == card
     assert (card["horizon_days"], card["known_until"]) == (10, "2024-03-01")
@@ -66,14 +81,19 @@ def test_evaluate_compares_the_model_with_rule_sum_and_flags(cli: Cli) -> None:
 
 def test_a_model_is_used_without_scikit_learn(place: Path) -> None:
     """evaluate where it cannot be imported; train says what to install."""
-    code = ("import sys; sys.modules['sklearn'] = None; "
-            "from hpstore.cli import main; main()")  # fmt: skip
+    code = "import sys; sys.modules['sklearn'] = None; from hpstore.cli import main; main()"
     root = Path(__file__).resolve().parents[2]
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-c", code, "health", *words], cwd=place, text=True,
-                              capture_output=True, timeout=120, check=False,
-                              env={**os.environ, "PYTHONPATH": str(root)})  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-c", code, "health", *words],
+            cwd=place,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
 
     done = run("evaluate", "a.csv", "--model", "model.json", "--far", "0.05", "--resamples", "10")
     assert done.returncode == 0, done.stderr
@@ -123,9 +143,13 @@ def test_a_family_is_named_for_files_without_a_model_column(cli: Cli) -> None:
 def test_report_on_files_gives_reasons_in_words(cli: Cli) -> None:
     """The living by risk, worst first; the failed only counted; with and without a model."""
     sick = next(d for d in FLEET if d.failed and d.counts[-1].sum() > 100)
-    write_csv(cli.directory / "now.csv", [
-        *(d for d in FLEET if not d.failed), type(sick)(
-            serial="SICK", model=sick.model, counts=sick.counts, failed=False)])  # fmt: skip
+    write_csv(
+        cli.directory / "now.csv",
+        [
+            *(d for d in FLEET if not d.failed),
+            type(sick)(serial="SICK", model=sick.model, counts=sick.counts, failed=False),
+        ],
+    )
     found = json.loads(cli("report", "now.csv", "--model", "model.json", "--far", "0.05", "--json"))
     worst = found["drives"][0]
     assert (worst["serial"], worst["risk"], worst["model_alarm"]) == ("SICK", "warn", True)
@@ -141,13 +165,18 @@ def machine(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with two disks, one asleep, and a smartctl that tells of them."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    answer = {"serial_number": "Z1", "model_name": "ST4000DM000-1F2168", "ata_smart_attributes": {
-        "table": [{"id": i, "raw": {"value": 0}} for i in (5, 187, 188, 197, 198)]}}  # fmt: skip
+    answer = {
+        "serial_number": "Z1",
+        "model_name": "ST4000DM000-1F2168",
+        "ata_smart_attributes": {
+            "table": [{"id": i, "raw": {"value": 0}} for i in (5, 187, 188, 197, 198)]
+        },
+    }
     (tmp_path / "answer").write_text(json.dumps(answer))
     (tools / "smartctl").write_text(
-        "#!/bin/sh\nfor last; do :; done\n[ \"$last\" = /dev/sdb ] && exit 3\n"
-        f"read -r line < {tmp_path}/answer; echo \"$line\"\n"
-    )  # fmt: skip
+        '#!/bin/sh\nfor last; do :; done\n[ "$last" = /dev/sdb ] && exit 3\n'
+        f'read -r line < {tmp_path}/answer; echo "$line"\n'
+    )
     (tools / "smartctl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tools))
     monkeypatch.setattr(reports, "disks", lambda: ["/dev/sda", "/dev/sdb"])

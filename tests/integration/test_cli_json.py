@@ -105,8 +105,9 @@ def test_steps_are_protected_and_deleted_for_machines(cli: Cli) -> None:
     assert cli.json(*words) == {"step": 1, "name": "best"}
     cli("checkpoint", "rm", cli.pool, "runs/a", 1, 2, "-y", code=errors.CheckpointError.exit_code)
     assert cli.json("checkpoint", "unprotect", cli.pool, "runs/a", "best") == {
-        "step": 1, "name": "best",
-    }  # fmt: skip
+        "step": 1,
+        "name": "best",
+    }
     assert cli.json("checkpoint", "rm", cli.pool, "runs/a", 1, "-y") == {
         "deleted": [1],
         "failed": {},
@@ -118,9 +119,10 @@ def test_standard_input_is_stored_whole_and_not_through_memory(cli: Cli, tmp_pat
     block = np.random.default_rng(0).bytes(1 << 20)
     with subprocess.Popen(
         [sys.executable, "-c", MEASURED, "put", cli.pool, "big", "-"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    ) as run:  # fmt: skip
+    ) as run:
         assert run.stdin is not None
         assert run.stdout is not None
         for _ in range(SPOOLED_MIB):

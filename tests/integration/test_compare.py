@@ -41,9 +41,16 @@ def launch(directory: Path, failures: Any) -> None:
     os.environ |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     sys.path.insert(0, str(SCRIPTS))
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="compare", rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=1, monitor_interval=0.05, start_method="fork",
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="compare",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=1,
+        monitor_interval=0.05,
+        start_method="fork",
+    )
     try:
         importlib.import_module("storages").prepare(directory, SAMPLES, 32, 0)
         importlib.import_module("train")
@@ -57,10 +64,24 @@ def launch(directory: Path, failures: Any) -> None:
 def work(directory: Path) -> None:
     """A rank."""
     sys.argv = [
-        "train.py", "--rows", "ddp.hpstore", "--model", "tiny", "--directory", str(directory),
-        "--samples", str(SAMPLES), "--batch-size", str(BATCH), "--epochs", "2",
-        "--checkpoint-every", str(EVERY), "--kills", f"{KILLED}:1",
-    ]  # fmt: skip
+        "train.py",
+        "--rows",
+        "ddp.hpstore",
+        "--model",
+        "tiny",
+        "--directory",
+        str(directory),
+        "--samples",
+        str(SAMPLES),
+        "--batch-size",
+        str(BATCH),
+        "--epochs",
+        "2",
+        "--checkpoint-every",
+        str(EVERY),
+        "--kills",
+        f"{KILLED}:1",
+    ]
     importlib.import_module("train").main()
 
 
@@ -118,8 +139,16 @@ def test_all_methods_storages_and_checkpointers_end_with_the_same_bits(tmp_path:
     done = compare(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {path.stem.removeprefix("results_") for path in tmp_path.glob("results_*.json")}
-    assert {"ddp", "allreduce", "allreduce_bucket", "ps", "ps_reduce", "fsdp2", "gpipe",
-            "f1b"} <= rows  # fmt: skip
+    assert {
+        "ddp",
+        "allreduce",
+        "allreduce_bucket",
+        "ps",
+        "ps_reduce",
+        "fsdp2",
+        "gpipe",
+        "f1b",
+    } <= rows
     assert len(rows) == 14
     report = (tmp_path / "performance_report.txt").read_text()
     assert "AGREE: 14 rows end with the same parameters, 14 of them bit by bit" in report
@@ -137,7 +166,19 @@ def test_all_methods_storages_and_checkpointers_end_with_the_same_bits(tmp_path:
 @pytest.mark.timeout(600)
 def test_a_job_that_fails_is_a_failed_row(tmp_path: Path) -> None:
     """It wants a CUDA device, and there is none: the row says so, and the exit code is 1."""
-    done = compare(tmp_path, "--methods", "ddp", "--vary", "", "--workers", "1",
-                   "--micro-batches", "1", "--device", "cuda", "--no-resume")  # fmt: skip
+    done = compare(
+        tmp_path,
+        "--methods",
+        "ddp",
+        "--vary",
+        "",
+        "--workers",
+        "1",
+        "--micro-batches",
+        "1",
+        "--device",
+        "cuda",
+        "--no-resume",
+    )
     assert done.returncode == 1
     assert "FAILED ddp" in done.stdout

@@ -38,8 +38,10 @@ def harness(tmp_path: Path, clock: BusyClock) -> Harness:
 def hide(harness: Harness, key: str, count: int) -> Callable[[], None]:
     """Take the last columns of an object away, as if a writer had not named them yet; returns what
     puts them back."""
-    taken = [(url, path, harness.devices[url].files.pop(path))
-             for url, path in harness.columns(key)[-count:]]  # fmt: skip
+    taken = [
+        (url, path, harness.devices[url].files.pop(path))
+        for url, path in harness.columns(key)[-count:]
+    ]
 
     def back() -> None:
         for url, path, file in taken:

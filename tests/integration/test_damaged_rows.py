@@ -36,9 +36,7 @@ def root(tmp_path: Path) -> Path:
 def damage(root: Path, blocks: dict[int, int]) -> None:
     """Flip bytes in one block of each column of the shard: column -> block."""
     for column, block in blocks.items():
-        (path,) = (
-            p for p in root.glob(f"d*/objects/data/t/*/stream-0/000000/@*.c{column:02d}.*")
-        )  # fmt: skip
+        (path,) = (p for p in root.glob(f"d*/objects/data/t/*/stream-0/000000/@*.c{column:02d}.*"))
         raw = bytearray(path.read_bytes())
         raw[HEADER_BYTES + block * BLOCK_BYTES + 100] ^= 0xFF
         path.write_bytes(raw)

@@ -105,9 +105,11 @@ def test_torchs_own_loader_takes_it(pool: Pool) -> None:
     data = Dataset(pool, "x")
     for workers in (0, 1):
         loader = DataLoader(
-            Subset(data, range(10, 50)), batch_size=8, num_workers=workers,
+            Subset(data, range(10, 50)),
+            batch_size=8,
+            num_workers=workers,
             multiprocessing_context="fork" if workers else None,
-        )  # fmt: skip
+        )
         seen = [(batch["x"][:, 0].tolist(), batch["y"].tolist()) for batch in loader]
         assert [n for _, y in seen for n in y] == list(range(10, 50))
         assert [n for x, _ in seen for n in x] == [30.0 * n for n in range(10, 50)]
@@ -178,8 +180,11 @@ def test_batches_of_many_sizes_choose_their_page(pool: Pool, rows: int) -> None:
 def test_the_caller_may_change_his_arrays_after_a_write(pool: Pool) -> None:
     """Values are copied, also while the page is not chosen yet."""
     array, ragged = np.zeros((4, 100), np.uint8), np.ones((2, 3), np.float32)
-    with DatasetWriter(pool, "x", {"x": Field("uint8", (100,)), "r": Field("float32", (None, 3)),
-                                   "s": Field("uint8", (4,))}) as writer:  # fmt: skip
+    with DatasetWriter(
+        pool,
+        "x",
+        {"x": Field("uint8", (100,)), "r": Field("float32", (None, 3)), "s": Field("uint8", (4,))},
+    ) as writer:
         for number in range(4):
             array[:], ragged[:] = number, number
             writer.write({"x": array[0], "r": ragged, "s": array[1, :4]})

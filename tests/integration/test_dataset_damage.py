@@ -298,8 +298,9 @@ def test_a_writer_that_is_killed_leaves_nothing_visible(pool: Pool, tmp_path: Pa
     """SIGKILL in mid-write: no data set; what is left is removed on request; the name is free."""
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "pool.toml")],
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == b"written\n"
     child.send_signal(signal.SIGKILL)

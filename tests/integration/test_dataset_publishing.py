@@ -241,8 +241,13 @@ def test_closing_is_all_or_nothing_at_every_crash_point(tmp_path: Path) -> None:
         harness = Harness(directory, data=2, parity=1, devices=3)
         pool, operations = harness.open_crashing(crash_at)
         try:
-            with DatasetWriter(pool, "a", {"x": Field("uint8", (9000,)), "y": Field("int8")},
-                               unit_bytes=4 * KIB, shard_bytes=150 * KIB) as writer:  # fmt: skip
+            with DatasetWriter(
+                pool,
+                "a",
+                {"x": Field("uint8", (9000,)), "y": Field("int8")},
+                unit_bytes=4 * KIB,
+                shard_bytes=150 * KIB,
+            ) as writer:
                 writer.write_batch(batch)
             finished = operations[0] <= crash_at
         except (SimulatedCrash, HpstoreError):

@@ -48,9 +48,12 @@ class Opaque:
 @pytest.fixture
 def pool(tmp_path: Path) -> hpstore.Pool:
     return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(6)], data=4, parity=2, config=tmp_path / "pool.toml",
+        [tmp_path / f"d{i}" for i in range(6)],
+        data=4,
+        parity=2,
+        config=tmp_path / "pool.toml",
         settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
+    )
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -224,9 +227,11 @@ def test_the_safe_planner_runs_no_code(pool: hpstore.Pool) -> None:
         dcp_save(content, storage_writer=StorageWriter(pool, PATH), no_dist=True)
         with pytest.raises(CheckpointException, match="Weights only load failed"):
             dcp_load(
-                {"x": None}, storage_reader=StorageReader(pool, PATH), planner=SafeLoadPlanner(),
+                {"x": None},
+                storage_reader=StorageReader(pool, PATH),
+                planner=SafeLoadPlanner(),
                 no_dist=True,
-            )  # fmt: skip
+            )
 
 
 @pytest.fixture
@@ -340,9 +345,11 @@ def test_a_save_by_rank_leaves_a_checkpoint_of_all_ranks_alone(pool: hpstore.Poo
             (CheckpointError, CheckpointException), match="use_collectives=False to another path"
         ):
             dcp_save(
-                state(2), storage_writer=StorageWriter(pool, PATH), no_dist=True,
+                state(2),
+                storage_writer=StorageWriter(pool, PATH),
+                no_dist=True,
                 use_collectives=False,
-            )  # fmt: skip
+            )
         assert_same(load(pool), state(1))
 
 

@@ -398,9 +398,13 @@ def test_settings_that_cannot_hold_a_stripe_are_refused(tmp_path: Path) -> None:
     """A memory budget below two stripes is an error at create, not a deadlock later."""
     with pytest.raises(ValueError, match="memory_bytes"):
         Harness(
-            tmp_path, data=8, parity=4, devices=12, unit_bytes=4 * MIB,
+            tmp_path,
+            data=8,
+            parity=4,
+            devices=12,
+            unit_bytes=4 * MIB,
             settings=Settings(memory_bytes=16 * MIB),
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("gone", [0, 1, 2])

@@ -163,9 +163,12 @@ class TakesSparse(FakeGpu):
 def test_sparse_tensors_of_a_transform_are_beside_the_ring(data: Dataset) -> None:
     """They have no bytes of their own to lend; the others of their batch are in it."""
     loader = DataLoader(
-        data, 10, device=TakesSparse(), gpu=GpuTransfer(ring_bytes=RING),
+        data,
+        10,
+        device=TakesSparse(),
+        gpu=GpuTransfer(ring_bytes=RING),
         batch_transform=lambda batch: {**batch, "eye": torch.eye(4).to_sparse()},
-    )  # fmt: skip
+    )
     batches = list(loader)
     assert flat(batches) == list(range(COUNT))
     assert all(torch.equal(batch["eye"].to_dense(), torch.eye(4)) for batch in batches)

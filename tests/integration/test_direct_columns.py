@@ -148,9 +148,14 @@ def test_a_column_that_is_being_recycled_is_refused(
 
 
 JOBS = DecodeJobs(
-    data=2, parity=1, have=(0, 1), want=(2,), length=64,
-    sources=np.array([[0, 64]]), targets=np.array([[128]]),
-)  # fmt: skip
+    data=2,
+    parity=1,
+    have=(0, 1),
+    want=(2,),
+    length=64,
+    sources=np.array([[0, 64]]),
+    targets=np.array([[128]]),
+)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +181,11 @@ def test_decoding_what_does_not_fit_is_refused(change: dict[str, object], words:
 
 
 BLOCKS = Blocks(
-    starts=np.array([0, 1024]), lengths=np.array([1024, 2048]),
-    seeds=np.zeros(2, np.uint64), expected=np.zeros(2, np.uint64),
-)  # fmt: skip
+    starts=np.array([0, 1024]),
+    lengths=np.array([1024, 2048]),
+    seeds=np.zeros(2, np.uint64),
+    expected=np.zeros(2, np.uint64),
+)
 
 
 @pytest.mark.parametrize(

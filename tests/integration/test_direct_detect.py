@@ -57,7 +57,7 @@ def done(counters: dict[str, int] | None, *, same: bool = True, code: int = 0) -
         (ChildReport(step="read", code=-6, noise="boom"), Route.OFF, "signal 6 at step 'read'"),
         (ChildReport(step="failed", facts={"reason": "5008"}, code=1), Route.OFF, "5008"),
     ],
-)  # fmt: skip
+)
 def test_the_verdict_follows_the_counters(report: ChildReport, route: Route, words: str) -> None:
     """Whatever a module or a flag says: by which way the bytes came, and how the child ended."""
     found, reason = verdict(report, strict=False, timeout_seconds=7)
@@ -148,9 +148,11 @@ class Scripted:
 
 
 def detector(
-    monkeypatch: pytest.MonkeyPatch, script: Scripted, machine: MachineFacts = GOOD,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Scripted,
+    machine: MachineFacts = GOOD,
     mount: MountFacts = NVME,
-) -> Detector:  # fmt: skip
+) -> Detector:
     """A detector on a machine of our making."""
     monkeypatch.setattr(detect, "machine_facts", lambda: machine)
     monkeypatch.setattr(detect, "mount_facts", lambda _: mount)
@@ -179,9 +181,12 @@ def test_a_verdict_is_kept_by_filesystem(tmp_path: Path, monkeypatch: pytest.Mon
     [(replace(GOOD, libcuda=False), NVME, 1), (GOOD, replace(NVME, filesystem="tmpfs"), 2)],
 )
 def test_no_child_is_started_where_it_cannot_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: MachineFacts, mount: MountFacts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    machine: MachineFacts,
+    mount: MountFacts,
     rung: int,
-) -> None:  # fmt: skip
+) -> None:
     """Rungs 1 and 2 end it, with the facts in the result, which is JSON."""
     script = Scripted(UNUSED, UNUSED)
     found = detector(monkeypatch, script, machine, mount).detect(str(tmp_path))

@@ -28,9 +28,12 @@ def run(script: str, **environment: str) -> dict[str, Any]:  # Any: what JSON ho
     """What a script of this directory prints, in a process of its own."""
     around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, HERE / script], capture_output=True, text=True, timeout=250,
+        [sys.executable, HERE / script],
+        capture_output=True,
+        text=True,
+        timeout=250,
         env={**around, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     return found

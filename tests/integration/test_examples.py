@@ -21,9 +21,7 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     found = tmp_path / "pool.toml"
-    hpstore.create(
-        [tmp_path / f"d{i}" for i in range(4)], data=2, parity=1, config=found
-    ).close()  # fmt: skip
+    hpstore.create([tmp_path / f"d{i}" for i in range(4)], data=2, parity=1, config=found).close()
     return found
 
 
@@ -37,8 +35,11 @@ def run(config: Path, *arguments: str, ranks: int = 1) -> str:
     done = subprocess.run(
         [*launcher, str(ROOT / "examples" / script), "--pool", str(config), *options],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": threads},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,11 +49,22 @@ def test_two_disks_die_and_the_losses_are_the_same(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "picture.png"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "two_disks_die.py"), "--steps", "12",
-         "--directory", str(tmp_path), "--out", str(picture)],
+        [
+            sys.executable,
+            str(ROOT / "examples" / "two_disks_die.py"),
+            "--steps",
+            "12",
+            "--directory",
+            str(tmp_path),
+            "--out",
+            str(picture),
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "12 losses are equal, bit by bit" in done.stdout
     assert 10_000 < picture.stat().st_size < 150_000
@@ -74,8 +86,19 @@ def test_training_resumes_bit_exactly_on_another_number_of_ranks(
     common = ["--checkpoint-every", "10", "--width", "64", "--layers", "2"]
 
     def train(prefix: str, steps: int, name: str, *more: str, ranks: int = 1) -> dict[int, str]:
-        run(config, "train.py", "--prefix", prefix, "--steps", str(steps), *common,
-            "--events", str(tmp_path / name), *more, ranks=ranks)  # fmt: skip
+        run(
+            config,
+            "train.py",
+            "--prefix",
+            prefix,
+            "--steps",
+            str(steps),
+            *common,
+            "--events",
+            str(tmp_path / name),
+            *more,
+            ranks=ranks,
+        )
         return losses(tmp_path / name)
 
     whole = train("a", 40, "whole")
@@ -101,11 +124,22 @@ def test_digits_are_learnt_and_a_run_that_was_cut_ends_as_the_whole_one(config: 
 def test_training_from_slow_storage_is_the_same_with_the_cache() -> None:
     """The example compares all losses itself; the cache has hits and misses."""
     done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "remote_cache.py"), "--samples", "256",
-         "--epochs", "2", "--latency-ms", "1"],
+        [
+            sys.executable,
+            str(ROOT / "examples" / "remote_cache.py"),
+            "--samples",
+            "256",
+            "--epochs",
+            "2",
+            "--latency-ms",
+            "1",
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     row = next(line for line in done.stdout.splitlines() if "cache of 1/4" in line)
     hits, _, misses = (int(n) for n in re.findall(r"│\s+(\d+)\s+(?=│)", row))

@@ -123,9 +123,12 @@ def genuine_name_of_another_column(harness: Harness, hostile: MemoryDevice) -> N
 
 
 FORGERIES: list[Callable[[Harness, MemoryDevice], None]] = [
-    empty_tombstone, tombstone_of_another_key, tombstone_of_another_object, newer_copy,
+    empty_tombstone,
+    tombstone_of_another_key,
+    tombstone_of_another_object,
+    newer_copy,
     genuine_name_of_another_column,
-]  # fmt: skip
+]
 
 
 def all_is_well(pool: Pool) -> None:
@@ -260,8 +263,11 @@ def test_the_last_copy_of_an_acknowledged_object_is_believed(made: Harness) -> N
 
 def test_an_older_version_that_comes_back_loses_to_the_newer(made: Harness) -> None:
     """A replay of what was valid: a column and a tombstone of versions that were superseded."""
-    saved = [(url, path, content(made, url, path)) for key in ("small", "other")
-             for url, path, _ in named(made, key)]  # fmt: skip
+    saved = [
+        (url, path, content(made, url, path))
+        for key in ("small", "other")
+        for url, path, _ in named(made, key)
+    ]
     with made.open() as pool:
         pool.put("small", b"second")
         pool.put("other", b"there again")
@@ -271,8 +277,9 @@ def test_an_older_version_that_comes_back_loses_to_the_newer(made: Harness) -> N
         assert pool.get("other") == b"there again"
         pool.rebuild()
         assert pool.get("other") == b"there again"
-        left = {path for _, path, _ in saved} & {path for key in ("small", "other")
-                                                 for _, path, _ in named(made, key)}  # fmt: skip
+        left = {path for _, path, _ in saved} & {
+            path for key in ("small", "other") for _, path, _ in named(made, key)
+        }
         assert not left
 
 
@@ -290,8 +297,7 @@ def emptied(harness: Harness, key: str, count: int, data: bytes = b"") -> list[s
 @pytest.fixture(params=[True, False], ids=["keyed", "of-before"])
 def either(request: pytest.FixtureRequest, tmp_path: Path) -> Harness:
     """A pool with a key, and one without."""
-    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock(),
-                      keyed=request.param)  # fmt: skip
+    harness = Harness(tmp_path, data=4, parity=2, devices=6, clock=FakeClock(), keyed=request.param)
     with harness.open() as pool:
         pool.put("small", SMALL)
         pool.put("gone", SMALL)

@@ -33,9 +33,13 @@ class Slowly:
     def __init__(self, directory: Path, count: int = 6, parity: int = 2) -> None:
         self.clock = ManualClock()
         self.harness = Harness(
-            directory, data=3, parity=parity, devices=count, clock=self.clock,
+            directory,
+            data=3,
+            parity=parity,
+            devices=count,
+            clock=self.clock,
             settings=Settings(memory_bytes=64 * MIB),
-        )  # fmt: skip
+        )
         self.latencies = Latencies(self.clock)
         self.pool = self.open()
         for key in KEYS:
@@ -46,9 +50,12 @@ class Slowly:
             return self.latencies.wrap(url, self.harness._open_url(url))
 
         return Pool(
-            self.harness.config, opener=opener, clock=self.clock,  # type: ignore[arg-type]
-            threads=False, monitor=True,
-        )  # fmt: skip
+            self.harness.config,
+            opener=opener,  # type: ignore[arg-type]
+            clock=self.clock,
+            threads=False,
+            monitor=True,
+        )
 
     @property
     def urls(self) -> list[str]:
@@ -71,9 +78,13 @@ class Slowly:
         self.pool.admin.health.tick_now()
 
     def until(
-        self, url: str, state: HealthState, most: int, seconds: float = 2.0,
+        self,
+        url: str,
+        state: HealthState,
+        most: int,
+        seconds: float = 2.0,
         keys: Sequence[str] = KEYS,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Rounds until a device is in a state."""
         for number in range(1, most + 1):
             self.round(seconds, keys)
@@ -100,9 +111,12 @@ class SlowFiles(Slowly):
                 pool.put(key, BODIES[key])
             config = pool.config
         self.pool = Pool(
-            config, opener=wrapping(config, self.latencies.wrap), clock=self.clock, threads=False,
+            config,
+            opener=wrapping(config, self.latencies.wrap),
+            clock=self.clock,
+            threads=False,
             monitor=True,
-        )  # fmt: skip
+        )
 
     @property
     def urls(self) -> list[str]:
@@ -294,8 +308,12 @@ def test_a_device_that_left_and_is_a_member_again_starts_anew(slowly: Slowly) ->
 def test_an_object_that_is_not_on_a_suspect_does_not_use_up_its_probe(slowly: Slowly) -> None:
     """Each round reads it first: the suspect is seen all the same, by what others have there."""
     where = {key: slowly.harness.columns(key) for key in KEYS}
-    data = [url for files in where.values() for url, path in files
-            if any(f".c0{column}." in path for column in range(3))]  # fmt: skip
+    data = [
+        url
+        for files in where.values()
+        for url, path in files
+        if any(f".c0{column}." in path for column in range(3))
+    ]
 
     def away(key: str) -> str:
         (url,) = set(slowly.urls) - {url for url, _ in where[key]}
@@ -339,8 +357,13 @@ def test_damage_that_a_read_meets_counts_against_the_device(slowly: Slowly) -> N
 
 def test_with_health_off_nothing_is_metered_or_decided(tmp_path: Path) -> None:
     """Settings.health: the same reads, and no thread."""
-    harness = Harness(tmp_path, data=3, parity=2, devices=6,
-                      settings=Settings(memory_bytes=64 * MIB, health=False))  # fmt: skip
+    harness = Harness(
+        tmp_path,
+        data=3,
+        parity=2,
+        devices=6,
+        settings=Settings(memory_bytes=64 * MIB, health=False),
+    )
     with harness.open(threads=True) as pool:
         pool.put("x", payload("x", SIZE))
         assert pool.get("x") == payload("x", SIZE)

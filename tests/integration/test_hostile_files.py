@@ -228,8 +228,9 @@ def test_a_squatted_address_of_a_cache_is_passed_over(caplog: pytest.LogCaptureF
             "    one.bind(at); one.listen()\n"
             "print('bound', flush=True); sys.stdin.read()"
         )
-        child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE,
-                                 stdout=subprocess.PIPE, cwd="/")  # fmt: skip
+        child = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/"
+        )
         assert child.stdout is not None
         assert child.stdout.readline() == b"bound\n"
         return child

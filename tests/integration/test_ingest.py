@@ -133,9 +133,11 @@ def test_another_source_seed_or_fields_are_refused(pool: Pool, tmp_path: Path) -
     root = images(tmp_path / "in")
     kept = cut_short(pool, "cut", root, 30)
     changes: list[tuple[dict[str, Any], str]] = [
-        ({"seed": 1}, "order was .* now"), ({"shuffle": False}, "order was"),
-        ({"fields": ["image"]}, "fields were"), ({"layout": "columns"}, "layout was auto"),
-    ]  # fmt: skip
+        ({"seed": 1}, "order was .* now"),
+        ({"shuffle": False}, "order was"),
+        ({"fields": ["image"]}, "fields were"),
+        ({"layout": "columns"}, "layout was auto"),
+    ]
     for options, said in changes:
         with pytest.raises(IngestError, match=said):
             ingest(pool, "cut", root, **SHARD, **options)
@@ -333,8 +335,10 @@ def test_a_killed_process_leaves_nothing_visible_and_goes_on(pool: Pool, tmp_pat
     for parts in (2, 3):
         done = subprocess.run(
             [sys.executable, "-c", CHILD, str(tmp_path / "pool.toml"), str(root), str(parts)],
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False, timeout=100,
-        )  # fmt: skip
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+            timeout=100,
+        )
         assert done.returncode == -signal.SIGKILL
         assert list_datasets(pool) == []
         kept.append(unfinished_ingests(pool)["train"].rows)

@@ -119,8 +119,11 @@ def test_a_saved_data_set_of_hugging_face_is_what_it_says_it_is(pool: Pool, tmp_
     report = ingest(pool, "a", folder, shuffle=False)
     assert numbers(pool, "a") == [0, 1, 2, 3]
     assert report.ignored == 1
-    for bad, said in (("../data.arrow", "no file in the folder"), ("gone.arrow", "not there"),
-                      (7, "no file in the folder")):  # fmt: skip
+    for bad, said in (
+        ("../data.arrow", "no file in the folder"),
+        ("gone.arrow", "not there"),
+        (7, "no file in the folder"),
+    ):
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": bad}]}))
         with pytest.raises(IngestError, match=said):
             ingest(pool, "b", folder)
@@ -256,8 +259,9 @@ def test_a_file_url_is_the_file(pool: Pool, tmp_path: Path) -> None:
 def test_a_label_that_is_text_is_text(pool: Pool, tmp_path: Path, ending: str, mode: str) -> None:
     """By default, left out, and as whatever the user says that it is."""
     tar = tmp_path / f"a.{ending}"
-    write_tar(tar, {f"{i}.{e}": d for i in range(3) for e, d in (("bin", b"x"), ("cls", b"cat"))},
-              mode)  # fmt: skip
+    write_tar(
+        tar, {f"{i}.{e}": d for i in range(3) for e, d in (("bin", b"x"), ("cls", b"cat"))}, mode
+    )
     ingest(pool, "a", tar, shuffle=False)
     assert numbers(pool, "a", "cls") == ["cat"] * 3
     assert list(ingest(pool, "b", tar, fields=["bin"]).fields) == ["bin"]
@@ -275,8 +279,12 @@ def test_members_are_what_webdataset_takes_them_for(
     write_tar(tar, {f"d.1/k{i}.{e}": d for i in range(2) for e, d in files.items()}, mode)
     ingest(pool, "a", tar, shuffle=False)
     assert Dataset(pool, "a")[1] == {
-        "cls": 3, "left.index": 4, "json": '{"a": 1}', "text": "t", "jpgx": b"\xff",
-    }  # fmt: skip
+        "cls": 3,
+        "left.index": 4,
+        "json": '{"a": 1}',
+        "text": "t",
+        "jpgx": b"\xff",
+    }
     ingest(pool, "b", tar, shuffle=False, fields=["__key__", "cls"])
     assert numbers(pool, "b", "__key__") == ["d.1/k0", "d.1/k1"]
     ingest(pool, "c", tar, shuffle=False, fields={"cls": Field("float32"), "json": Field("bytes")})

@@ -32,17 +32,21 @@ def columns(rows: int = ROWS) -> Any:  # Any: pyarrow ships no types
     n = range(rows)
     return pa.table(
         {
-            "i": pa.array(n, pa.int32()), "f": pa.array([i / 2 for i in n]),
-            "flag": pa.array([i % 2 == 0 for i in n]), "s": pa.array([f"né {i}" for i in n]),
+            "i": pa.array(n, pa.int32()),
+            "f": pa.array([i / 2 for i in n]),
+            "flag": pa.array([i % 2 == 0 for i in n]),
+            "s": pa.array([f"né {i}" for i in n]),
             "b": pa.array([b"x" * i for i in n], pa.binary()),
             "when": pa.array([i * 1000 for i in n], pa.timestamp("us")),
             "l": pa.array([[float(i)] * (i % 4) for i in n], pa.list_(pa.float32())),
             "v": pa.array([[i, i + 1, i + 2] for i in n], pa.list_(pa.int16(), 3)),
             "kind": pa.array([str(i % 3) for i in n]).dictionary_encode(),
-            "image": pa.array([{"bytes": bytes([i]), "path": None} for i in n],
-                              pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+            "image": pa.array(
+                [{"bytes": bytes([i]), "path": None} for i in n],
+                pa.struct([("bytes", pa.binary()), ("path", pa.string())]),
+            ),
         }
-    )  # fmt: skip
+    )
 
 
 def write(path: Path, table: Any) -> Path:
@@ -69,10 +73,17 @@ def test_every_kind_of_column_is_kept(pool: Pool, tmp_path: Path, name: str) -> 
         for i, sample in enumerate(found.__getitems__(list(range(ROWS)))):
             said = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in sample.items()}
             assert said == {
-                "i": i, "f": i / 2, "flag": i % 2 == 0, "s": f"né {i}", "b": b"x" * i,
-                "when": i * 1000, "l": [float(i)] * (i % 4), "v": [i, i + 1, i + 2],
-                "kind": str(i % 3), "image": bytes([i]),
-            }  # fmt: skip
+                "i": i,
+                "f": i / 2,
+                "flag": i % 2 == 0,
+                "s": f"né {i}",
+                "b": b"x" * i,
+                "when": i * 1000,
+                "l": [float(i)] * (i % 4),
+                "v": [i, i + 1, i + 2],
+                "kind": str(i % 3),
+                "image": bytes([i]),
+            }
 
 
 def test_blocks_are_read_from_any_row(tmp_path: Path) -> None:
@@ -97,15 +108,23 @@ def test_a_shuffled_table_has_every_row_once(pool: Pool, tmp_path: Path) -> None
 
 def test_nulls_are_bad_records_by_file_and_row(pool: Pool, tmp_path: Path) -> None:
     """A null in a column, and one inside a list; columns that are not taken may have some."""
-    table = pa.table({"a": [1, None, 3, 4], "l": [[1], [2], [None], [4]],
-                      "s": ["x", "y", "z", None], "x": [None, 1, 1, 1]})  # fmt: skip
+    table = pa.table(
+        {
+            "a": [1, None, 3, 4],
+            "l": [[1], [2], [None], [4]],
+            "s": ["x", "y", "z", None],
+            "x": [None, 1, 1, 1],
+        }
+    )
     write(tmp_path / "t.parquet", table)
     with pytest.raises(IngestError, match=r"t.parquet: block 0 row 1: it holds a null: 'a'"):
         ingest(pool, "t", tmp_path / "t.parquet", fields=["a", "l", "s"], shuffle=False)
     report = ingest(pool, "t", tmp_path / "t.parquet", fields=["a", "l", "s"], on_error="skip")
     assert sorted(s.problem for s in report.skipped) == [
-        "it holds a null: 'a'", "it holds a null: 'l'", "it holds a null: 's'",
-    ]  # fmt: skip
+        "it holds a null: 'a'",
+        "it holds a null: 'l'",
+        "it holds a null: 's'",
+    ]
     with Dataset(pool, "t") as found:
         assert found.scalars("a", np.arange(1)).tolist() == [1]
 

@@ -38,9 +38,12 @@ class Listed(DeviceWrapper):
 def harness(tmp_path: Path) -> Harness:
     """4+2 over eight devices; one was evicted, and not made up for."""
     harness = Harness(
-        tmp_path, data=4, parity=2, devices=8,
+        tmp_path,
+        data=4,
+        parity=2,
+        devices=8,
         settings=replace(Settings(memory_bytes=64 * MIB), device_deadline_seconds=1.0),
-    )  # fmt: skip
+    )
     with harness.open() as pool:
         for key in KEYS:
             pool.put(key, bytes(200_000))

@@ -125,12 +125,18 @@ def test_samplers_of_torch_are_foretold(data: Dataset) -> None:
     """With a generator of their own; a batch sampler over one too; draws that repeat samples."""
     weights = [float(i) for i in range(1, COUNT + 1)]
     cases: list[dict[str, Any]] = [
-        {"sampler": RandomSampler(data, generator=torch.Generator().manual_seed(1)),
-         "batch_size": 8},
-        {"batch_sampler": BatchSampler(
-            WeightedRandomSampler(weights, COUNT, generator=torch.Generator().manual_seed(2)),
-            7, drop_last=False)},
-    ]  # fmt: skip
+        {
+            "sampler": RandomSampler(data, generator=torch.Generator().manual_seed(1)),
+            "batch_size": 8,
+        },
+        {
+            "batch_sampler": BatchSampler(
+                WeightedRandomSampler(weights, COUNT, generator=torch.Generator().manual_seed(2)),
+                7,
+                drop_last=False,
+            )
+        },
+    ]
     for made in cases:
         with Cache(1 * MIB) as cache:
             loader = DataLoader(data, cache=cache, **made)

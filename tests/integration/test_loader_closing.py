@@ -179,6 +179,9 @@ def test_a_program_that_leaves_in_mid_epoch_ends_with_its_own_status(bench: Benc
     out of C++ without an interpreter, and abort the process."""
     done = subprocess.run(
         [sys.executable, "-c", LEFT, str(bench.toml)],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (7, "")

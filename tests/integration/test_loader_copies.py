@@ -131,9 +131,7 @@ def test_some_in_memory_and_some_not(
     """Each comes to its own place in the batch; what is copied on at once stays in the cache."""
     monkeypatch.setattr(streaming_copy, "LARGE_BYTES", 8 * 9 * KIB // 2)
     fields = FIELDS[kind]
-    with DatasetWriter(
-        pool, "d", {"i": Field("int64"), **fields}, unit_bytes=64 * KIB
-    ) as writer:  # fmt: skip
+    with DatasetWriter(pool, "d", {"i": Field("int64"), **fields}, unit_bytes=64 * KIB) as writer:
         for number in range(COUNT):
             writer.write(sample(fields, number))
     with Dataset(pool, "d") as data:

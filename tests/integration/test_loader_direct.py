@@ -50,9 +50,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(directory: Path, **settings: Any) -> Pool:
     settings = {"memory_bytes": 32 * MIB, "run_directory": str(directory / "run"), **settings}
     return hpstore.create(
-        [directory / f"d{i}" for i in range(5)], data=3, parity=2,
-        config=directory / "pool.toml", settings=Settings(**settings),
-    )  # fmt: skip
+        [directory / f"d{i}" for i in range(5)],
+        data=3,
+        parity=2,
+        config=directory / "pool.toml",
+        settings=Settings(**settings),
+    )
 
 
 @pytest.fixture
@@ -110,8 +113,9 @@ def test_a_hung_read_delays_one_batch_and_its_memory_is_not_used_again(tmp_path:
     gpu = FakeGpu(driver)
     with make(tmp_path, device_deadline_seconds=0.5) as pool:
         data = write_direct(pool, "records")
-        loader = DataLoader(data, device=gpu, gpu=ALWAYS, cache=0, batch_size=10, seed=3,
-                            shuffle=True)  # fmt: skip
+        loader = DataLoader(
+            data, device=gpu, gpu=ALWAYS, cache=0, batch_size=10, seed=3, shuffle=True
+        )
         access = seen(loader, data)
         assert access is not None
         found = list(loader)
@@ -221,7 +225,7 @@ def test_what_runs_on_samples_in_host_memory_keeps_its_batches_there(place: Path
             ("one by one", {"batch_size": None}),
             ('direct="off"', {"gpu": GpuTransfer(direct="off")}),
             ("a Cache", {"cache": Cache(memory_bytes=MIB)}),
-        )  # fmt: skip
+        )
         for said, options in cases:
             loader = DataLoader(data, device=FakeGpu(), **{"cache": 0, **options})
             next(iter(loader))
@@ -244,9 +248,12 @@ def test_small_and_ragged_records_take_the_pinned_way(tmp_path: Path) -> None:
         with DatasetWriter(pool, "odd", fields, unit_bytes=64 * KIB, layout="columns") as writer:
             for number in range(30):
                 writer.write(
-                    {"small": np.full(100, number, np.uint8), "label": number,
-                     "raw": bytes([number]) * number}
-                )  # fmt: skip
+                    {
+                        "small": np.full(100, number, np.uint8),
+                        "label": number,
+                        "raw": bytes([number]) * number,
+                    }
+                )
         data, gpu = Dataset(pool, "odd"), FakeGpu()
         found, stats = gpu_epoch(data, gpu)
         assert same(found, cpu_epoch(data))
@@ -259,8 +266,9 @@ def test_a_batch_without_room_on_the_gpu_takes_the_pinned_way(place: Path) -> No
     with hpstore.open(place / "pool.toml") as pool:
         data, gpu = Dataset(pool, "records"), FakeGpu()
         small = GpuTransfer(direct="always", arena_bytes=64 * KIB)
-        loader = DataLoader(data, device=gpu, gpu=small, cache=0, batch_size=10, seed=3,
-                            shuffle=True)  # fmt: skip
+        loader = DataLoader(
+            data, device=gpu, gpu=small, cache=0, batch_size=10, seed=3, shuffle=True
+        )
         access = seen(loader, data)
         assert access is not None
         assert same(list(loader), cpu_epoch(data))
@@ -275,8 +283,9 @@ def test_closing_waits_for_a_batch_and_the_loader_goes_on(place: Path) -> None:
     driver = FakeCuFile()
     with hpstore.open(place / "pool.toml") as pool:
         data, gpu = Dataset(pool, "records"), FakeGpu(driver)
-        loader = DataLoader(data, device=gpu, gpu=ALWAYS, cache=0, batch_size=10, seed=3,
-                            shuffle=True)  # fmt: skip
+        loader = DataLoader(
+            data, device=gpu, gpu=ALWAYS, cache=0, batch_size=10, seed=3, shuffle=True
+        )
         seen(loader, data)
         reads, driver._plan = driver.reads, "." * (driver.reads + 3) + "H"
         run = iter(loader)

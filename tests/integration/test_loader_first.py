@@ -34,9 +34,12 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     paths = [tmp_path / f"d{i}" for i in range(4)]
     with hpstore.create(paths, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
         with DatasetWriter(
-            pool, "a", {"x": Field("uint8", (4096,)), "y": Field("int64")},
-            shard_bytes=4 * MIB, unit_bytes=256 * KIB,
-        ) as writer:  # fmt: skip
+            pool,
+            "a",
+            {"x": Field("uint8", (4096,)), "y": Field("int64")},
+            shard_bytes=4 * MIB,
+            unit_bytes=256 * KIB,
+        ) as writer:
             number = np.arange(COUNT)
             values = np.repeat(number.astype(np.uint8)[:, None], 4096, axis=1)
             writer.write_batch({"x": values, "y": number})
@@ -260,10 +263,16 @@ def test_a_rank_whose_first_rows_lie_beyond_the_window_begins_too(pool: Pool) ->
     """
     data = Dataset(pool, "a")
     loader = DataLoader(
-        data, BATCH, rank=1, world_size=2, shuffle="window", seed=1,
-        memory=LoaderMemory(window_bytes="2MiB"), cache=0,
+        data,
+        BATCH,
+        rank=1,
+        world_size=2,
+        shuffle="window",
+        seed=1,
+        memory=LoaderMemory(window_bytes="2MiB"),
+        cache=0,
         timeout=10,
-    )  # fmt: skip
+    )
     order = loader.order
     assert isinstance(order, WindowOrder)
     at = order.window_of(0, COUNT // 2).stop - 1

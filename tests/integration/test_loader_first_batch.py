@@ -27,7 +27,7 @@ def made(pool: hpstore.Pool, size: int, count: int) -> Dataset:
     rows = np.arange(count) % 251
     with DatasetWriter(
         pool, "d", {"x": Field("bytes"), "i": Field("int64")}, unit_bytes=256 * KIB
-    ) as out:  # fmt: skip
+    ) as out:
         out.write_batch({"x": [bytes([n]) * size for n in rows.tolist()], "i": np.arange(count)})
     return Dataset(pool, "d")
 
@@ -44,10 +44,18 @@ def test_of_large_records_the_first_batch_is_read_by_itself(
     the first.
     """
     count = 6 * BATCH if singly else 60 * BATCH
-    with made(pool, size, count) as data, closing(
-        DataLoader(data, BATCH, shuffle="window", memory=LoaderMemory(window_bytes=8 * MIB),
-        cache=cache)
-    ) as loader:  # fmt: skip
+    with (
+        made(pool, size, count) as data,
+        closing(
+            DataLoader(
+                data,
+                BATCH,
+                shuffle="window",
+                memory=LoaderMemory(window_bytes=8 * MIB),
+                cache=cache,
+            )
+        ) as loader,
+    ):
         for epoch in range(2):
             seen = []
             for number, batch in enumerate(loader):

@@ -137,8 +137,10 @@ def test_random_numbers_differ_under_a_sampler_too(data: Dataset) -> None:
 
 def test_random_numbers_of_batches(data: Dataset) -> None:
     """One generator a batch, by epoch and position; another one than that of its samples."""
-    made = [DataLoader(data, 10, transform=noisy, batch_transform=noisy_batch, num_workers=n)
-            for n in (1, 3)]  # fmt: skip
+    made = [
+        DataLoader(data, 10, transform=noisy, batch_transform=noisy_batch, num_workers=n)
+        for n in (1, 3)
+    ]
     runs = [[(b["shared"].item(), b["noise"][0, 0].item()) for b in loader] for loader in made]
     assert runs[0] == runs[1]
     assert len({value for pair in runs[0] for value in pair}) == 20

@@ -33,9 +33,7 @@ def data(pool: hpstore.Pool, request: pytest.FixtureRequest) -> Iterator[Dataset
     """Every byte of a sample is its number modulo 251."""
     field = Field("uint8", (SIZE,)) if request.param == "fixed" else Field("bytes")
     rows = [np.full(SIZE, i % 251, np.uint8) for i in range(COUNT)]
-    with DatasetWriter(
-        pool, "d", {"x": field, "i": Field("int64")}, unit_bytes=256 * KIB
-    ) as out:  # fmt: skip
+    with DatasetWriter(pool, "d", {"x": field, "i": Field("int64")}, unit_bytes=256 * KIB) as out:
         x: Any = np.stack(rows) if request.param == "fixed" else [row.tobytes() for row in rows]
         out.write_batch({"x": x, "i": np.arange(COUNT)})
     with Dataset(pool, "d") as opened:
@@ -145,10 +143,16 @@ def test_ranks_whose_rows_all_pad_the_epoch_wait_for_nothing(pool: hpstore.Pool,
     with DatasetWriter(pool, "d", {"x": Field("uint8", (4096,))}, unit_bytes=256 * KIB) as out:
         out.write_batch({"x": np.zeros((count, 4096), np.uint8)})
     loader = DataLoader(
-        Dataset(pool, "d"), 16, shuffle="window", memory=LoaderMemory(window_bytes=1), cache=0,
-        rank=rank, world_size=4,
-        tail="pad", timeout=10,
-    )  # fmt: skip
+        Dataset(pool, "d"),
+        16,
+        shuffle="window",
+        memory=LoaderMemory(window_bytes=1),
+        cache=0,
+        rank=rank,
+        world_size=4,
+        tail="pad",
+        timeout=10,
+    )
     with closing(loader):
         assert [len(list(loader)) for _ in range(3)] == 3 * [len(loader)]
 

@@ -42,8 +42,11 @@ def sample(kind: str, number: int) -> dict[str, Any]:
     if kind == "fixed":
         return {"x": np.frombuffer(value(number), np.uint8), "y": number}
     size = 100 if number == 1 else SIZE
-    return {"x": value(number, size), "s": np.full((number + 1, 3), number, np.float32),
-            "y": number}  # fmt: skip
+    return {
+        "x": value(number, size),
+        "s": np.full((number + 1, 3), number, np.float32),
+        "y": number,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +54,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pool with the least memory, and samples that are larger."""
     home = Path(tmp_path_factory.mktemp("large"))
     pool = hpstore.create(
-        [home / f"d{i}" for i in range(4)], data=2, parity=2, config=home / "pool.toml",
+        [home / f"d{i}" for i in range(4)],
+        data=2,
+        parity=2,
+        config=home / "pool.toml",
         unit_bytes=64 * KIB,
         settings=Settings(memory_bytes=MEMORY, run_directory=str(home / "run")),
-    )  # fmt: skip
+    )
     with pool:
         for kind, fields in FIELDS.items():
             for compression in ("", "lz4") if kind == "ragged" else ("",):
                 name = kind + compression
                 with DatasetWriter(
                     pool, name, fields, compression=compression or None, unit_bytes=64 * KIB
-                ) as writer:  # fmt: skip
+                ) as writer:
                     for number in range(COUNTS[kind]):
                         writer.write(sample(kind, number))
     return home

@@ -23,8 +23,13 @@ from hpstore.testing.fake_gpu import FakeGpu, FakeMark
 from tests.integration.loader_cases import MODES
 
 COUNT = 40
-FIELDS = {"t": Field("float32", (None, 3)), "b": Field("bytes"), "s": Field("str"),
-          "x": Field("uint8", (5,)), "n": Field("int64")}  # fmt: skip
+FIELDS = {
+    "t": Field("float32", (None, 3)),
+    "b": Field("bytes"),
+    "s": Field("str"),
+    "x": Field("uint8", (5,)),
+    "n": Field("int64"),
+}
 
 
 @pytest.fixture
@@ -32,9 +37,15 @@ def data(pool: hpstore.Pool) -> Dataset:
     """Sample n has n % 6 rows: some have none."""
     with DatasetWriter(pool, "d", FIELDS, unit_bytes=16 * 1024) as writer:
         for n in range(COUNT):
-            writer.write({"t": torch.full((n % 6, 3), float(n)), "b": b"b" * (n % 4),
-                          "s": f"sample {n}", "x": torch.full((5,), n, dtype=torch.uint8),
-                          "n": n})  # fmt: skip
+            writer.write(
+                {
+                    "t": torch.full((n % 6, 3), float(n)),
+                    "b": b"b" * (n % 4),
+                    "s": f"sample {n}",
+                    "x": torch.full((5,), n, dtype=torch.uint8),
+                    "n": n,
+                }
+            )
     return Dataset(pool, "d")
 
 

@@ -54,9 +54,13 @@ def pattern(number: int) -> dict[str, Any]:
 def data(request: pytest.FixtureRequest, pool: Pool) -> Dataset:
     fields = {n: f for n, f in FIELDS.items() if request.param != "fixed" or n in ("a", "label")}
     with DatasetWriter(
-        pool, request.param, fields, unit_bytes=64 * KIB, shard_bytes=200 * KIB,
+        pool,
+        request.param,
+        fields,
+        unit_bytes=64 * KIB,
+        shard_bytes=200 * KIB,
         layout="columns" if request.param == "columns" else "rows",
-    ) as writer:  # fmt: skip
+    ) as writer:
         for number in range(COUNT):
             writer.write({n: v for n, v in pattern(number).items() if n in fields})
     return Dataset(pool, request.param)

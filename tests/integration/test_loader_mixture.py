@@ -16,18 +16,26 @@ from hpstore import Pool
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture, Ragged
 
-FIELDS = {"x": Field("float32", (40,)), "t": Field("float32", (None,)), "s": Field("str"),
-          "n": Field("int64")}  # fmt: skip
+FIELDS = {
+    "x": Field("float32", (40,)),
+    "t": Field("float32", (None,)),
+    "s": Field("str"),
+    "n": Field("int64"),
+}
 
 
 def write(pool: Pool, name: str, count: int, base: int) -> Dataset:
     """Samples whose every field tells their number."""
     with DatasetWriter(pool, name, FIELDS) as writer:
         for n in range(base, base + count):
-            writer.write({
-                "x": np.full(40, n, np.float32), "t": np.full(n % 7, n, np.float32),
-                "s": f"sample {n}", "n": n,
-            })  # fmt: skip
+            writer.write(
+                {
+                    "x": np.full(40, n, np.float32),
+                    "t": np.full(n % 7, n, np.float32),
+                    "s": f"sample {n}",
+                    "n": n,
+                }
+            )
     return Dataset(pool, name)
 
 

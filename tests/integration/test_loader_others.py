@@ -125,10 +125,14 @@ def test_arrays_of_others_are_read_in_our_order_on_ranks_and_from_a_state(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("cache", "1MiB"), ("memory", LoaderMemory(prefetch_bytes="1MiB")),
-     ("memory", LoaderMemory(window_bytes="1MiB")), ("gpu", GpuTransfer(direct="off")),
-     ("gpu", GpuTransfer(arena_bytes="1MiB"))],
-)  # fmt: skip
+    [
+        ("cache", "1MiB"),
+        ("memory", LoaderMemory(prefetch_bytes="1MiB")),
+        ("memory", LoaderMemory(window_bytes="1MiB")),
+        ("gpu", GpuTransfer(direct="off")),
+        ("gpu", GpuTransfer(arena_bytes="1MiB")),
+    ],
+)
 def test_memory_that_would_not_be_used_is_refused(name: str, value: Any) -> None:
     """Torch's workers read data sets of others: it would have no effect."""
     with pytest.raises(ConfigError, match=f"{name}: for data sets of hpstore alone.*leave"):
@@ -219,9 +223,11 @@ def test_samples_are_drawn_by_weight_and_resumed_on_other_ranks(pool: hpstore.Po
 def mixed(pool: hpstore.Pool) -> Any:
     """Labels of the second data set are those of the first one again."""
     return Mixture(
-        [write(pool, "a", PLAIN, 60), write(pool, "b", PLAIN, 37)], [1, 0], source_field="from",
+        [write(pool, "a", PLAIN, 60), write(pool, "b", PLAIN, 37)],
+        [1, 0],
+        source_field="from",
         length=50,
-    )  # fmt: skip
+    )
 
 
 def places(batch: Any) -> list[int]:

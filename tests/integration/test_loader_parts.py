@@ -42,18 +42,25 @@ def home(tmp_path: Path) -> Path:
     paths = [tmp_path / f"d{i}" for i in range(6)]
     with hpstore.create(paths, data=3, parity=2, config=tmp_path / "pool.toml") as pool:
         fields = {
-            "x": Field("uint8", (None,)), "text": Field("str"), "z": Field("int32", (None, 4)),
-            "fixed": Field("uint8", (5000,)), "y": Field("int64"),
-        }  # fmt: skip
+            "x": Field("uint8", (None,)),
+            "text": Field("str"),
+            "z": Field("int32", (None, 4)),
+            "fixed": Field("uint8", (5000,)),
+            "y": Field("int64"),
+        }
         with DatasetWriter(
             pool, "a", fields, shard_bytes=4 * MIB, unit_bytes=128 * KIB, layout="rows"
         ) as writer:
             for index in range(COUNT):
                 writer.write(
-                    {"x": value(index), "text": f"number {index}", "y": index,
-                     "z": np.full((index % 7, 4), index, np.int32),
-                     "fixed": np.full(5000, index % 250, np.uint8)}
-                )  # fmt: skip
+                    {
+                        "x": value(index),
+                        "text": f"number {index}",
+                        "y": index,
+                        "z": np.full((index % 7, 4), index, np.int32),
+                        "fixed": np.full(5000, index % 250, np.uint8),
+                    }
+                )
     return tmp_path
 
 

@@ -196,9 +196,13 @@ def lasts(batch: Sample) -> Sample:
 def test_others_are_at_work_when_one_is_killed(data: Dataset) -> None:
     """They are let finish before new ones take their place, and nobody waits for them for ever."""
     loader = DataLoader(
-        data, 10, batch_transform=lasts, num_workers=2, multiprocessing_context="fork",
+        data,
+        10,
+        batch_transform=lasts,
+        num_workers=2,
+        multiprocessing_context="fork",
         prefetch_factor=2,
-    )  # fmt: skip
+    )
     for _ in range(3):
         with pytest.raises(RuntimeError, match="ended unexpectedly"):
             next(iter(loader))
@@ -218,11 +222,17 @@ def test_processes_are_let_finish_when_they_are_ended(tmp_path: Path) -> None:
 
     work = UserTransforms(
         collate_fn=None, transform=None, batch_transform=slow, seed=0, nested=False, skip=False
-    )  # fmt: skip
+    )
     task = Task(
-        batch={"label": torch.arange(50_000)}, fields={}, indices=np.arange(3), rows=range(3),
-        epoch=0, start=0, listed=False, single=False,
-    )  # fmt: skip
+        batch={"label": torch.arange(50_000)},
+        fields={},
+        indices=np.arange(3),
+        rows=range(3),
+        epoch=0,
+        start=0,
+        listed=False,
+        single=False,
+    )
     workers = Workers(Processes(1, "fork", None), work, 0)
     workers.start()
     with ThreadPoolExecutor(1) as thread:
@@ -258,9 +268,13 @@ def test_worker_init_fn_is_called_in_each_of_them(
 ) -> None:
     """With its number; global random numbers differ from worker to worker; one thread each."""
     loader = DataLoader(
-        data, 5, batch_transform=with_number, num_workers=2, worker_init_fn=note_number,
+        data,
+        5,
+        batch_transform=with_number,
+        num_workers=2,
+        worker_init_fn=note_number,
         multiprocessing_context="fork",
-    )  # fmt: skip
+    )
     made = list(loader)
     assert {batch["number"] for batch in made} == {0, 1}
     for part in zip(*(batch["drawn"] for batch in made), strict=True):
@@ -269,9 +283,13 @@ def test_worker_init_fn_is_called_in_each_of_them(
     assert not [r for r in caplog.records if "worker_init_fn" in r.message]
     loader.close()
     failing = DataLoader(
-        data, 5, batch_transform=with_pid, num_workers=2, worker_init_fn=no_start,
+        data,
+        5,
+        batch_transform=with_pid,
+        num_workers=2,
+        worker_init_fn=no_start,
         multiprocessing_context="fork",
-    )  # fmt: skip
+    )
     with pytest.raises(OSError, match="no licence for") as told:
         next(iter(failing))
     assert "in worker_init_fn" in "".join(told.value.__notes__)
@@ -335,9 +353,10 @@ def test_nothing_is_left_when_the_parent_is_killed(
     script.write_text(SCRIPT)
     parent = subprocess.Popen(
         [sys.executable, str(script), str(pool.config.path), method],
-        stdout=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert parent.stdout is not None
     workers = [int(word) for word in parent.stdout.readline().split()]
     assert len(workers) == 2
@@ -353,15 +372,21 @@ def test_nothing_is_left_when_the_parent_is_killed(
 def test_functions_that_cannot_be_sent_are_named(data: Dataset) -> None:
     """A lambda does where processes are forked, and not where they are started anew."""
     made = DataLoader(
-        data, 10, batch_transform=lambda batch: batch, num_workers=1,
+        data,
+        10,
+        batch_transform=lambda batch: batch,
+        num_workers=1,
         multiprocessing_context="fork",
-    )  # fmt: skip
+    )
     assert flat(made) == list(range(COUNT))
     made.close()
     refused = DataLoader(
-        data, 10, batch_transform=lambda batch: batch, num_workers=1,
+        data,
+        10,
+        batch_transform=lambda batch: batch,
+        num_workers=1,
         multiprocessing_context="spawn",
-    )  # fmt: skip
+    )
     with pytest.raises(ConfigError, match=r"batch_transform cannot be sent .* 'spawn'"):
         iter(refused)
     refused.close()
@@ -381,10 +406,15 @@ def test_what_does_not_go_with_processes_is_refused(data: Dataset) -> None:
         ({"multiprocessing_context": "fork"}, "num_workers=0"),
         ({"multiprocessing_context": "spoon", "num_workers": 1}, "spoon"),
         (
-            {"multiprocessing_context": "fork", "num_workers": 1, "layout": torch.jagged,
-             "batch_transform": with_pid}, "layout",
+            {
+                "multiprocessing_context": "fork",
+                "num_workers": 1,
+                "layout": torch.jagged,
+                "batch_transform": with_pid,
+            },
+            "layout",
         ),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=pattern):
             DataLoader(data, 10, **options)
 

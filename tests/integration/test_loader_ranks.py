@@ -58,9 +58,11 @@ def test_ranks_of_torch_distributed(tmp_path: Path) -> None:
 
 def mesh(names: tuple[str, ...] | None, sizes: tuple[int, ...], place: tuple[int, ...]) -> Any:
     return SimpleNamespace(
-        mesh_dim_names=names, ndim=len(sizes), size=lambda dimension: sizes[dimension],
+        mesh_dim_names=names,
+        ndim=len(sizes),
+        size=lambda dimension: sizes[dimension],
         get_coordinate=lambda: list(place),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

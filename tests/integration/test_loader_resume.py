@@ -138,9 +138,13 @@ def test_a_foreign_run_is_the_same_however_it_is_cut(plan: list[tuple[int, ...]]
 def test_a_foreign_run_with_workers_is_the_same_when_cut(persistent: bool) -> None:
     """torch's workers ask far ahead; the state counts what was handed out."""
     options: dict[str, Any] = {
-        "shuffle": True, "num_workers": 2, "prefetch_factor": 3, "persistent_workers": persistent,
-        "batch_size": 9, "multiprocessing_context": "fork",
-    }  # fmt: skip
+        "shuffle": True,
+        "num_workers": 2,
+        "prefetch_factor": 3,
+        "persistent_workers": persistent,
+        "batch_size": 9,
+        "multiprocessing_context": "fork",
+    }
     wanted = uninterrupted(Rows(), {"shuffle": True})
     first = DataLoader(Rows(), seed=4, **options)
     found = flat(first)
@@ -321,9 +325,11 @@ sys.stdin.read()
 def test_a_killed_loader_leaves_nothing_in_shared_memory(data: Dataset) -> None:
     """It never had any: no map and no descriptor of it leads there when SIGKILL comes."""
     child = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(data.pool.config.path)], stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+        [sys.executable, "-c", KILLED, str(data.pool.config.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert child.stdout is not None
     assert child.stdin is not None
     assert child.stdout.readline().strip()

@@ -40,15 +40,21 @@ def test_samples_that_do_not_decode_are_left_out(
     """Stats count them, one line of the log names the first."""
     with caplog.at_level(logging.WARNING):
         loader = DataLoader(
-            data, batch_size, transform=decoded, on_error="skip", num_workers=1,
+            data,
+            batch_size,
+            transform=decoded,
+            on_error="skip",
+            num_workers=1,
             multiprocessing_context=context,
-        )  # fmt: skip
+        )
         found = list(loader)
     if batch_size is None:
         assert [int(one["label"]) for one in found] == sorted(set(range(COUNT)) - BAD)
     else:
-        of = [[i for i in range(n, n + batch_size) if i not in BAD]
-              for n in range(0, COUNT, batch_size)]  # fmt: skip
+        of = [
+            [i for i in range(n, n + batch_size) if i not in BAD]
+            for n in range(0, COUNT, batch_size)
+        ]
         assert [labels(batch) for batch in found] == [batch for batch in of if batch]
     stats = loader.stats()
     assert (stats["skipped_samples"], stats["samples"]) == (len(BAD), COUNT - len(BAD))

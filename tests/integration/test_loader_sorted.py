@@ -30,12 +30,16 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def write(pool: Pool, name: str, labels: Any, **options: Any) -> Dataset:
-    with DatasetWriter(pool, name, FIELDS, unit_bytes=16 * KIB, shard_bytes=400 * KIB,
-                       **options) as writer:  # fmt: skip
-        writer.write_batch({
-            "x": np.zeros((COUNT, 1000), np.uint8), "label": np.asarray(labels),
-            "number": np.arange(COUNT),
-        })  # fmt: skip
+    with DatasetWriter(
+        pool, name, FIELDS, unit_bytes=16 * KIB, shard_bytes=400 * KIB, **options
+    ) as writer:
+        writer.write_batch(
+            {
+                "x": np.zeros((COUNT, 1000), np.uint8),
+                "label": np.asarray(labels),
+                "number": np.arange(COUNT),
+            }
+        )
     return Dataset(pool, name)
 
 

@@ -28,8 +28,14 @@ from tests.integration.direct_cases import write_direct
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, write
 
 PAUSE = 0.02  # what is slow in these tests: work that takes time, never a wait for something
-ROWS = ("device_seconds", "decode_seconds", "page_wait_seconds", "assemble_seconds",
-        "transform_seconds", "host_to_device_seconds")  # fmt: skip
+ROWS = (
+    "device_seconds",
+    "decode_seconds",
+    "page_wait_seconds",
+    "assemble_seconds",
+    "transform_seconds",
+    "host_to_device_seconds",
+)
 
 
 def slowed(

@@ -61,8 +61,11 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             raise ValueError("thirteen")
         worker = torch.utils.data.get_worker_info()
         seed = -1 if worker is None else worker.seed
-        return {"label": torch.tensor(index), "seed": torch.tensor(seed),
-                "marked": torch.tensor(int(os.environ.get("MARKED", "0")))}  # fmt: skip
+        return {
+            "label": torch.tensor(index),
+            "seed": torch.tensor(seed),
+            "marked": torch.tensor(int(os.environ.get("MARKED", "0"))),
+        }
 
 
 # --- samplers --------------------------------------------------------------------------------
@@ -154,9 +157,14 @@ def test_foreign_workers_generator_and_worker_init_fn(persistent: bool) -> None:
 
     def run() -> tuple[list[int], set[int], set[int]]:
         loader = DataLoader(
-            Rows(), 10, num_workers=2, worker_init_fn=mark, persistent_workers=persistent,
-            generator=torch.Generator().manual_seed(8), multiprocessing_context="fork",
-        )  # fmt: skip
+            Rows(),
+            10,
+            num_workers=2,
+            worker_init_fn=mark,
+            persistent_workers=persistent,
+            generator=torch.Generator().manual_seed(8),
+            multiprocessing_context="fork",
+        )
         batches = list(loader) + list(loader)
         seeds = {seed for b in batches for seed in b["seed"].tolist()}
         return flat(batches), seeds, {m for b in batches for m in b["marked"].tolist()}
@@ -196,9 +204,11 @@ def test_unordered_workers_have_no_position() -> None:
 def test_a_native_data_set_in_torchs_own_workers(data: Dataset, context: Any) -> None:
     """PROTOCOL 22: plain torch, workers of its own, the parent reads as well."""
     plain: Any = torch.utils.data.DataLoader(
-        data, batch_size=20, num_workers=2 if context == "fork" else 1,
+        data,
+        batch_size=20,
+        num_workers=2 if context == "fork" else 1,
         multiprocessing_context=context,
-    )  # fmt: skip
+    )
     run = iter(plain)
     first = next(run)
     assert int(torch.as_tensor(data[3]["label"])) == 3

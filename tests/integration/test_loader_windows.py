@@ -125,8 +125,10 @@ def test_a_slow_user_bounds_the_room(data: Dataset, monkeypatch: pytest.MonkeyPa
 def test_windows_of_very_uneven_records(pool: Pool) -> None:
     """Ragged columns: a stripe of the main stream may need many pages of another, or none."""
     fields = {
-        "a": Field("uint8", (None,)), "b": Field("bytes"), "label": Field("int64"),
-    }  # fmt: skip
+        "a": Field("uint8", (None,)),
+        "b": Field("bytes"),
+        "label": Field("int64"),
+    }
     with DatasetWriter(
         pool, "uneven", fields, layout="columns", unit_bytes=64 * KIB, shard_bytes=400 * KIB
     ) as writer:
@@ -183,9 +185,11 @@ def test_a_process_that_stops_in_mid_epoch_ends(
     options = {"shuffle": True, **{**MODES, "window": WINDOW}[mode]}
     child = subprocess.run(
         [sys.executable, "-c", EXITS, toml, repr(options), end],
-        env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=LIMIT, capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        timeout=LIMIT,
+        capture_output=True,
         check=False,
-    )  # fmt: skip
+    )
     assert child.returncode == (7 if end == "error" else 0), child.stderr.decode()
     assert child.stderr == b""
 

@@ -206,11 +206,15 @@ def test_another_number_of_workers_is_refused_where_they_divide_the_data_set() -
 
 @pytest.mark.parametrize(
     "change",
-    [lambda s: s.update(_worker_snapshots=[]), lambda s: s.update(_last_yielded_worker_id=9),
-     lambda s: s["_worker_snapshots"].pop("worker_0"), lambda s: s.pop("_begun"),
-     lambda s: s["_worker_snapshots"]["worker_1"].update(batches_since=-1),
-     lambda s: s["_worker_snapshots"]["worker_1"].update(fetcher_state=3)],
-)  # fmt: skip
+    [
+        lambda s: s.update(_worker_snapshots=[]),
+        lambda s: s.update(_last_yielded_worker_id=9),
+        lambda s: s["_worker_snapshots"].pop("worker_0"),
+        lambda s: s.pop("_begun"),
+        lambda s: s["_worker_snapshots"]["worker_1"].update(batches_since=-1),
+        lambda s: s["_worker_snapshots"]["worker_1"].update(fetcher_state=3),
+    ],
+)
 def test_a_state_that_is_none_is_refused(change: Callable[[Any], object]) -> None:
     """Before anything is loaded."""
     loader = KINDS["iterable"](num_workers=2)

@@ -22,9 +22,12 @@ from hpstore.pool.loss_tolerance import require_stored
 def short(tmp_path: Path) -> hpstore.Pool:
     """4+2 on six directories, of which two are away: what is written survives no further loss."""
     made = hpstore.create(
-        [tmp_path / f"d{i}" for i in range(6)], data=4, parity=2, config=tmp_path / "pool.toml",
+        [tmp_path / f"d{i}" for i in range(6)],
+        data=4,
+        parity=2,
+        config=tmp_path / "pool.toml",
         settings=Settings(run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
+    )
     with made:
         made.put("before", b"1")
     for name in ("d0", "d1"):
@@ -74,15 +77,21 @@ def writes(fs: fsspec.AbstractFileSystem, tmp_path: Path) -> list[Callable[[], o
 
         return write
 
-    return [lambda: fs.pipe_file("pipe", b"x"), lambda: fs.put_file(str(local), "put"),
-            stream("wb", "w"), stream("xb", "x"), stream("ab", "a"),
-            lambda: fs.cp_file("before", "copy")]  # fmt: skip
+    return [
+        lambda: fs.pipe_file("pipe", b"x"),
+        lambda: fs.put_file(str(local), "put"),
+        stream("wb", "w"),
+        stream("xb", "x"),
+        stream("ab", "a"),
+        lambda: fs.cp_file("before", "copy"),
+    ]
 
 
 def test_a_file_system_refuses_or_warns_once(short: hpstore.Pool, tmp_path: Path) -> None:
     """Every way to write."""
-    strict = fsspec.filesystem("hpstore", pool=short, min_losses_tolerated=1,
-                               skip_instance_cache=True)  # fmt: skip
+    strict = fsspec.filesystem(
+        "hpstore", pool=short, min_losses_tolerated=1, skip_instance_cache=True
+    )
     for write in writes(strict, tmp_path):
         with pytest.raises(TooFewDevices, match="min_losses_tolerated"):
             write()

@@ -28,9 +28,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.directory = Path(tempfile.mkdtemp(prefix="hpstore-model-"))
         self.clock = FakeClock()
         self.harness = Harness(
-            self.directory, data=2, parity=PARITY, devices=6, clock=self.clock,
+            self.directory,
+            data=2,
+            parity=PARITY,
+            devices=6,
+            clock=self.clock,
             recycle_bytes=1 << 30,
-        )  # fmt: skip
+        )
         self.pool = self.harness.open()
         self.model: dict[str, bytes] = {}
         self.hurt: set[str] = set()  # devices that are lost or damaged since the last healing

@@ -50,10 +50,25 @@ def pool(tmp_path: Path) -> hpstore.Pool:
 
 STRIPE = 4 * UNIT
 BORDERS = [
-    0, 1, 4095, 4096, 4097, UNIT - 1, UNIT, UNIT + 1, 128 * KIB, 128 * KIB + 1,
-    STRIPE - 1, STRIPE, STRIPE + 1, 2 * STRIPE - 1, 2 * STRIPE, 2 * STRIPE + 1,
-    3 * STRIPE + UNIT, 64 * STRIPE + 5,
-]  # fmt: skip
+    0,
+    1,
+    4095,
+    4096,
+    4097,
+    UNIT - 1,
+    UNIT,
+    UNIT + 1,
+    128 * KIB,
+    128 * KIB + 1,
+    STRIPE - 1,
+    STRIPE,
+    STRIPE + 1,
+    2 * STRIPE - 1,
+    2 * STRIPE,
+    2 * STRIPE + 1,
+    3 * STRIPE + UNIT,
+    64 * STRIPE + 5,
+]
 
 
 @pytest.mark.parametrize("size", BORDERS)
@@ -76,9 +91,12 @@ def test_every_size_round_trips(pool: hpstore.Pool, size: int) -> None:
 def test_units_that_are_no_multiple_of_a_block_work(tmp_path: Path, unit: int) -> None:
     """Checksum blocks of 64 KiB span units of 4 and 12 KiB."""
     with hpstore.create(
-        [tmp_path / f"d{i}" for i in range(4)], data=2, parity=2, config=tmp_path / "p.toml",
+        [tmp_path / f"d{i}" for i in range(4)],
+        data=2,
+        parity=2,
+        config=tmp_path / "p.toml",
         unit_bytes=unit,
-    ) as pool:  # fmt: skip
+    ) as pool:
         data = payload(1_000_003)
         pool.put("k", data)
         assert pool.get("k") == data
@@ -115,9 +133,15 @@ def test_what_is_no_plain_file_is_refused(pool: hpstore.Pool, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("taken", "belongs to"), ("x.toml", "without .toml"), ("m\udcff", "cannot be kept"),
-     ("n" * 300, "cannot be kept"), ("../x", "not a name"), (None, "cannot be written")],
-)  # fmt: skip
+    [
+        ("taken", "belongs to"),
+        ("x.toml", "without .toml"),
+        ("m\udcff", "cannot be kept"),
+        ("n" * 300, "cannot be kept"),
+        ("../x", "not a name"),
+        (None, "cannot be written"),
+    ],
+)
 def test_a_pool_that_cannot_be_made_claims_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, said: str
 ) -> None:
@@ -272,9 +296,7 @@ def test_wrong_geometries_are_refused(tmp_path: Path) -> None:
         hpstore.create(devices, data=2, parity=1, config=tmp_path / "p.toml", unit_bytes=5000)
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="not a directory"):
-        hpstore.create(
-            [*devices, tmp_path / "file"], data=2, parity=1, config=tmp_path / "p.toml"
-        )  # fmt: skip
+        hpstore.create([*devices, tmp_path / "file"], data=2, parity=1, config=tmp_path / "p.toml")
     assert not (tmp_path / "p.toml").exists()
     assert not any((d / "hpstore.json").exists() for d in devices)
 

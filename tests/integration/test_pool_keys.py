@@ -34,8 +34,9 @@ def place(tmp_path: Path) -> Path:
     settings = Settings(direct=False, run_directory=str(tmp_path / "run"), memory_bytes=64 << 20)
     devices = [tmp_path / f"d{i}" for i in range(3)]
     path = tmp_path / "pool.toml"
-    with hpstore.create(devices, data=2, parity=1, config=path, settings=settings,
-                        unit_bytes=65536) as pool:  # fmt: skip
+    with hpstore.create(
+        devices, data=2, parity=1, config=path, settings=settings, unit_bytes=65536
+    ) as pool:
         pool.put("small", SMALL)
         pool.put("big", BIG)
     return path
@@ -59,15 +60,20 @@ def test_the_key_is_in_pool_toml_alone(place: Path, caplog: pytest.LogCaptureFix
     assert len(bytes.fromhex(secret)) == 32
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     with caplog.at_level(logging.DEBUG), hpstore.open(place) as pool:
-        shown = [json.dumps(pool.status().as_dict()), repr(pool), repr(pool.config),
-                 json.dumps(pool.scrub().as_dict())]  # fmt: skip
+        shown = [
+            json.dumps(pool.status().as_dict()),
+            repr(pool),
+            repr(pool.config),
+            json.dumps(pool.scrub().as_dict()),
+        ]
         assert pool.status().authenticated
         pool.add_device(str(place.parent / "d3"))
     assert key_line(place).split('"')[1] == secret
     assert stat.S_IMODE(place.stat().st_mode) == 0o600
     for command in (["status", str(place)], ["status", str(place), "--json"], ["ls", str(place)]):
-        done = subprocess.run([sys.executable, "-m", "hpstore", *command], check=True, text=True,
-                              capture_output=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "hpstore", *command], check=True, text=True, capture_output=True
+        )
         shown += [done.stdout, done.stderr]
     shown.append(caplog.text)
     raw = bytes.fromhex(secret)
@@ -97,8 +103,13 @@ def test_the_key_outlives_a_power_cut(place: Path, monkeypatch: pytest.MonkeyPat
 
 def test_another_reader_of_the_files_may_read_the_key(tmp_path: Path) -> None:
     """A pool whose files are for a group, too, has a pool.toml for that group."""
-    settings = Settings(direct=False, file_mode=0o660, directory_mode=0o770, group=str(os.getgid()),
-                        run_directory=str(tmp_path / "run"))  # fmt: skip
+    settings = Settings(
+        direct=False,
+        file_mode=0o660,
+        directory_mode=0o770,
+        group=str(os.getgid()),
+        run_directory=str(tmp_path / "run"),
+    )
     devices = [tmp_path / f"d{i}" for i in range(3)]
     hpstore.create(devices, data=2, parity=1, config=tmp_path / "p.toml", settings=settings).close()
     assert stat.S_IMODE((tmp_path / "p.toml").stat().st_mode) == 0o660
@@ -122,8 +133,12 @@ def test_without_the_key_a_pool_is_refused_and_unchanged(
 def test_the_command_line_has_an_exit_code_for_it(place: Path) -> None:
     """One line, exit code 9."""
     other = with_key(place, "")
-    done = subprocess.run([sys.executable, "-m", "hpstore", "ls", str(other)], text=True,
-                          capture_output=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "hpstore", "ls", str(other)],
+        text=True,
+        capture_output=True,
+        check=False,
+    )
     assert done.returncode == 9
     assert "does not open this pool" in done.stderr
     assert "Traceback" not in done.stderr
@@ -158,8 +173,9 @@ def test_a_lost_key_lets_a_pool_be_read(place: Path, caplog: pytest.LogCaptureFi
     for command, code in ((["get", str(other), "big", "out"], 0), (["put", str(other), "x"], 9)):
         if command[0] == "put":
             command.append(str(place))
-        done = subprocess.run([sys.executable, "-m", "hpstore", *command], check=False,
-                              cwd=place.parent)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "hpstore", *command], check=False, cwd=place.parent
+        )
         assert done.returncode == code
     assert (place.parent / "out").read_bytes() == BIG
 
@@ -182,10 +198,13 @@ def test_a_copy_of_pool_toml_opens_the_pool_elsewhere(place: Path, tmp_path: Pat
 def test_a_pickled_pool_has_its_key(place: Path) -> None:
     """As loaders and Ray hand it to worker processes."""
     with hpstore.open(place) as pool:
-        code = ("import pickle, sys; pool = pickle.load(sys.stdin.buffer); "
-                "sys.stdout.buffer.write(pool.get('big')); pool.close()")  # fmt: skip
-        done = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(pool), check=True,
-                              capture_output=True)  # fmt: skip
+        code = (
+            "import pickle, sys; pool = pickle.load(sys.stdin.buffer); "
+            "sys.stdout.buffer.write(pool.get('big')); pool.close()"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], input=pickle.dumps(pool), check=True, capture_output=True
+        )
     assert done.stdout == BIG
 
 

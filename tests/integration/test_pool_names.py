@@ -78,9 +78,11 @@ def test_a_scheme_is_the_same_as_data_and_parity(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "said"),
-    [('memory_bytes = "lots"', "pool.toml: memory_bytes: 'lots'"), ("memory_bytes = -1",
-     "pool.toml: setting memory_bytes")],
-)  # fmt: skip
+    [
+        ('memory_bytes = "lots"', "pool.toml: memory_bytes: 'lots'"),
+        ("memory_bytes = -1", "pool.toml: setting memory_bytes"),
+    ],
+)
 def test_a_bad_setting_is_named_with_its_file(tmp_path: Path, line: str, said: str) -> None:
     (tmp_path / "pool.toml").write_text(f'devices = ["a"]\n[settings]\n{line}\n')
     with pytest.raises(ConfigError, match=said):
@@ -104,7 +106,7 @@ def test_settings_that_cannot_be_replaced_leave_no_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("domain", ["", "a\nb", "\x1b[31m", "\ud800", "é" * 128, 5])
 def test_a_failure_domain_is_a_short_printable_name(
     pool: hpstore.Pool, tmp_path: Path, domain: Any
-) -> None:  # fmt: skip
+) -> None:
     places = [tmp_path / f"new{i}" for i in range(3)]
     with pytest.raises(ConfigError, match="cannot name a failure domain"):
         hpstore.create(places, scheme="2+1", config=tmp_path / "x.toml", domains=["a", "b", domain])
@@ -128,9 +130,10 @@ def test_a_record_that_could_not_be_read_back_is_not_written(
         assert len(other.status().devices) == 6
     with pytest.raises(ConfigError, match="Nothing was changed"):
         hpstore.create(
-            [tmp_path / ("long" * 40 + str(i)) for i in range(9)], scheme="2+1",
+            [tmp_path / ("long" * 40 + str(i)) for i in range(9)],
+            scheme="2+1",
             config=tmp_path / "other.toml",
-        )  # fmt: skip
+        )
     assert not list(tmp_path.glob("long*"))
     monkeypatch.undo()
     pool.add_device(str(tmp_path / "new"))

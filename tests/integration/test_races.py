@@ -110,9 +110,12 @@ def test_two_writers_of_one_key_leave_one_whole_winner(tmp_path: Path, script: s
 @pytest.fixture
 def local_pool(tmp_path: Path) -> hpstore.Pool:
     return hpstore.create(
-        [tmp_path / f"d{i}" for i in range(4)], data=2, parity=2, config=tmp_path / "pool.toml",
+        [tmp_path / f"d{i}" for i in range(4)],
+        data=2,
+        parity=2,
+        config=tmp_path / "pool.toml",
         settings=Settings(memory_bytes=32 * MIB, run_directory=str(tmp_path / "run")),
-    )  # fmt: skip
+    )
 
 
 def recycled(tmp_path: Path) -> int:
@@ -294,9 +297,13 @@ def test_batches_of_one_copy_go_into_one_file(tmp_path: Path) -> None:
     for i in range(3):
         (tmp_path / f"d{i}").mkdir()
     with hpstore.create(
-        [str(tmp_path / f"d{i}") for i in range(3)], data=1, parity=2, unit_bytes=65_536,
-        config=tmp_path / "pool.toml", settings=Settings(run_directory=str(tmp_path / "run")),
-    ) as pool:  # fmt: skip
+        [str(tmp_path / f"d{i}") for i in range(3)],
+        data=1,
+        parity=2,
+        unit_bytes=65_536,
+        config=tmp_path / "pool.toml",
+        settings=Settings(run_directory=str(tmp_path / "run")),
+    ) as pool:
         for n in range(150):
             pool.put(f"k/{n}", payload(65_536 + 100 * n, n))
         assert pool.scrub().damaged_columns == 0

@@ -39,9 +39,11 @@ def state_of(kind: str, seed: int, ckpt: Checkpointer) -> dict[str, Any]:
     """What is saved and restored."""
     net, optimizer = build(kind, seed)
     return {
-        "model": net, "optimizer": optimizer, "epoch": seed,
+        "model": net,
+        "optimizer": optimizer,
+        "epoch": seed,
         "mine": ckpt.per_rank({"id": seed * 100 + dist_rank(), "seen": torch.zeros(3)}),
-    }  # fmt: skip
+    }
 
 
 def dist_rank() -> int:

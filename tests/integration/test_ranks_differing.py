@@ -16,10 +16,12 @@ def differing(rank: int, world: int, directory: Path) -> None:
     with Checkpointer(open_pool(directory), "differing") as ckpt:
         torch.manual_seed(1)
         state: dict[str, Any] = {
-            "model": torch.nn.Linear(2, 2), "alike": torch.ones(300),
+            "model": torch.nn.Linear(2, 2),
+            "alike": torch.ones(300),
             "nested": {"count": torch.tensor([rank])},
-            "own": ckpt.per_rank(torch.tensor(float(rank))), f"only-{rank}": torch.ones(rank + 1),
-        }  # fmt: skip
+            "own": ckpt.per_rank(torch.tensor(float(rank))),
+            f"only-{rank}": torch.ones(rank + 1),
+        }
         ckpt.save(1, state).result()
         assert ckpt.counters["saves_with_differing_values_total"] == 1
         state["nested"]["count"] = torch.tensor([5])

@@ -75,8 +75,11 @@ def test_a_small_save_of_many_ranks_is_one_put(tmp_path: Path, world: int) -> No
     with open_pool(tmp_path) as pool, Checkpointer(pool, "run") as ckpt:
         assert all(ckpt.verify(step).ok for step in (1, 2, 3, 4))
         assert [bool(ckpt.steps.manifest(step).within_bytes) for step in (1, 2, 3, 4)] == [
-            True, True, False, True,
-        ]  # fmt: skip
+            True,
+            True,
+            False,
+            True,
+        ]
         loaded = ckpt.load(4)
         assert torch.equal(loaded["alike"], torch.arange(10_000.0))
         for rank in range(world):

@@ -48,9 +48,11 @@ class App:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
-            self.net, self.optimizer, model_state_dict=state["model"],
+            self.net,
+            self.optimizer,
+            model_state_dict=state["model"],
             optim_state_dict=state["optim"],
-        )  # fmt: skip
+        )
 
 
 class ModelWrapper:

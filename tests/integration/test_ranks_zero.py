@@ -51,9 +51,10 @@ def sharing(rank: int, world: int, directory: Path) -> None:
         net = DistributedDataParallel(net_of(until))
         kind: Any = torch.optim.AdamW
         optimizer = (
-            ZeroRedundancyOptimizer(net.parameters(), kind, lr=1e-2) if zero
+            ZeroRedundancyOptimizer(net.parameters(), kind, lr=1e-2)
+            if zero
             else kind(net.parameters(), lr=1e-2)
-        )  # fmt: skip
+        )
         if prefix == "plain":
             net.module.load_state_dict(net_of(3).state_dict())
         with Checkpointer(pool, prefix, save=SaveOptions(staging=staging)) as ckpt:

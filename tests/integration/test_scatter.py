@@ -75,11 +75,27 @@ def read(
 
 
 SPANS = [
-    (0, 1), (1, 4095), (4096, 4096), (4095, 2), (UNIT - 1, 1), (0, UNIT), (100, UNIT - 100),
-    (UNIT - 1, 2), (UNIT, UNIT), (2 * UNIT + 5, 999), (STRIPE - 7, 7), (STRIPE - 7, 8),
-    (STRIPE, 5000), (2 * STRIPE - 1, 1), (2 * STRIPE, 10), (SIZE - 1, 1), (7, 0), (0, 3 * UNIT),
-    (STRIPE + UNIT + 12_288, 12_288), (STRIPE + UNIT + 12_288, 12_288),
-]  # fmt: skip
+    (0, 1),
+    (1, 4095),
+    (4096, 4096),
+    (4095, 2),
+    (UNIT - 1, 1),
+    (0, UNIT),
+    (100, UNIT - 100),
+    (UNIT - 1, 2),
+    (UNIT, UNIT),
+    (2 * UNIT + 5, 999),
+    (STRIPE - 7, 7),
+    (STRIPE - 7, 8),
+    (STRIPE, 5000),
+    (2 * STRIPE - 1, 1),
+    (2 * STRIPE, 10),
+    (SIZE - 1, 1),
+    (7, 0),
+    (0, 3 * UNIT),
+    (STRIPE + UNIT + 12_288, 12_288),
+    (STRIPE + UNIT + 12_288, 12_288),
+]
 
 
 def test_ranges_inside_a_unit_are_read_and_others_are_left(open_pool: Pool) -> None:
@@ -314,5 +330,8 @@ def test_a_closed_reader_says_so(open_pool: Pool) -> None:
     reader = open_pool.open("x")
     reader.close()
     with pytest.raises(ConfigError, match="is closed"):
-        reader.add_to(Scatter([np.empty(1, np.uint8)], lambda n, b: True), np.zeros(1, np.int64),
-                      np.zeros(1, np.int64))  # fmt: skip
+        reader.add_to(
+            Scatter([np.empty(1, np.uint8)], lambda n, b: True),
+            np.zeros(1, np.int64),
+            np.zeros(1, np.int64),
+        )

@@ -68,9 +68,13 @@ class Done:
 
 
 def as_user(
-    place: Path, user: int, groups: Sequence[int], code: str | Sequence[str], *arguments: str,
+    place: Path,
+    user: int,
+    groups: Sequence[int],
+    code: str | Sequence[str],
+    *arguments: str,
     umask: int = 0o077,
-) -> Done:  # fmt: skip
+) -> Done:
     """Run code, or an hpstore command, as a forked process of that user, with a temporary directory
     of its own. Forked: the interpreter's files may be readable for this user alone."""
     own, said = place / f"own-{user}", [place / "stdout", place / "stderr"]
@@ -167,8 +171,13 @@ def test_a_user_without_rights_is_told_about_rights_and_takes_no_device_for_lost
     for command in ("status", "ls", "scrub", "rebuild"):
         told = as_user(place, STRANGER, [], [command, "pool.toml"])
         assert told.returncode == DeviceDenied.exit_code, told.stderr
-        for words in (f"{place}/d", "user nobody (65534)", f"group {GROUP} ", "mode 2770",
-                      "add this user to that group"):  # fmt: skip
+        for words in (
+            f"{place}/d",
+            "user nobody (65534)",
+            f"group {GROUP} ",
+            "mode 2770",
+            "add this user to that group",
+        ):
             assert words in told.stderr, (words, told.stderr)
         for wrong in ("gone for good", "not mounted", "wiped"):
             assert wrong not in told.stderr.split("It showed as")[0]

@@ -102,9 +102,13 @@ def child(place: Path, code: str, *arguments: str) -> subprocess.Popen[str]:
     own = place / f"tmp-{len(list(place.iterdir()))}"
     own.mkdir()
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], cwd=place, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": str(own)},
-    )  # fmt: skip
+        [sys.executable, "-c", code, *arguments],
+        cwd=place,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TMPDIR": str(own)},
+    )
 
 
 def together(children: Sequence[subprocess.Popen[str]]) -> list[str]:
@@ -208,9 +212,12 @@ def test_two_users_of_a_shared_pool_exclude_each_other(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         pool = hpstore.create(
-            [place / f"d{i}" for i in range(3)], data=2, parity=1, config=place / "pool.toml",
+            [place / f"d{i}" for i in range(3)],
+            data=2,
+            parity=1,
+            config=place / "pool.toml",
             settings=settings,
-        )  # fmt: skip
+        )
         pool.put("k", b"x", if_absent=True)
         (place / "pool.toml").chmod(0o666)
         pid = os.fork()

@@ -88,8 +88,11 @@ def test_a_device_that_answers_again_is_asked_again(bench: Bench, gates: Gates) 
         gates.let_go()
         for n in range(8):
             pool.put(f"again/{n}", payload("wide", SIZE))
-        used = {file.parts[: len(Path(bench.paths[0]).parts)]
-                for n in range(8) for file in bench.files(f"again/{n}")}  # fmt: skip
+        used = {
+            file.parts[: len(Path(bench.paths[0]).parts)]
+            for n in range(8)
+            for file in bench.files(f"again/{n}")
+        }
         assert len(used) == 8
 
 

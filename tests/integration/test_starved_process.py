@@ -25,9 +25,7 @@ from hpstore.runtime.lacks import lacks_total
 def spare(count: int) -> Iterator[None]:
     """Inside, so many descriptors can be opened and no more."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1])
-    )  # fmt: skip
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1]))
     held = []
     try:
         while True:
@@ -50,7 +48,7 @@ def pool(tmp_path: Path) -> Iterator[hpstore.Pool]:
     paths = [tmp_path / f"d{i}" for i in range(6)]
     with hpstore.create(
         paths, data=4, parity=2, config=tmp_path / "pool.toml", settings=settings
-    ) as made:  # fmt: skip
+    ) as made:
         yield made
 
 
@@ -108,8 +106,11 @@ def test_a_forked_child_saves_and_restores(tmp_path: Path) -> None:
     """t13_forkseg: the parent saved and torch has worked with threads; the child hung, or ended by
     SIGSEGV in torch's OpenMP, whose threads it does not have."""
     found = subprocess.run(
-        [sys.executable, "-c", FORKED, str(tmp_path)], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", FORKED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
         env={**os.environ, "OMP_NUM_THREADS": "4", "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert found.stdout.strip() == "0", found.stderr
     assert "this process was forked" in found.stderr

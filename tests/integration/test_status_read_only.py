@@ -61,9 +61,14 @@ def test_a_read_only_open_takes_the_agents_word_for_what_it_may_not_try(
 
 def said(at: float, device: str, process: str) -> Decision:
     return Decision(
-        at_seconds=at, device=device, was=HealthState.ONLINE, becomes=HealthState.SUSPECT,
-        reason="slow", role=Role.PROCESS, process=process,
-    )  # fmt: skip
+        at_seconds=at,
+        device=device,
+        was=HealthState.ONLINE,
+        becomes=HealthState.SUSPECT,
+        reason="slow",
+        role=Role.PROCESS,
+        process=process,
+    )
 
 
 def test_verdicts_of_processes_that_are_gone_are_not_shown(
@@ -74,8 +79,12 @@ def test_verdicts_of_processes_that_are_gone_are_not_shown(
     first, second, *_ = pool.admin.devices.places
     history = History(history_path(pool.config.settings, pool.admin.record.pool_id), Metrics())
     private_directory(pool.admin.run_directory)
-    history.add_decisions([said(time.time(), first, f"{pid}-1-{namespace}"),
-                           said(time.time(), second, this_process())])  # fmt: skip
+    history.add_decisions(
+        [
+            said(time.time(), first, f"{pid}-1-{namespace}"),
+            said(time.time(), second, this_process()),
+        ]
+    )
     history.close()
     found = rows(tmp_path / "pool.toml")
     assert (found[first].health, found[second].health) == ("online", "suspect")

@@ -57,9 +57,12 @@ def test_time_in_which_the_process_is_stopped_is_no_delay_of_a_device(
 ) -> None:
     """Stopped for longer than the deadline, while every device needs most of it."""
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, what], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        [sys.executable, "-c", _CHILD, what],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     with child:
         assert child.stdout is not None
         assert child.stdout.readline() == "go\n"

@@ -78,9 +78,11 @@ def test_the_last_steps_are_there_whatever_becomes_of_a_save_that_was_stopped(
     hpstore.create(paths, data=4, parity=2, config=config, settings=settings).close()
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(named), where],
-        stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     with child:
         assert child.stdout is not None
         try:

@@ -79,9 +79,12 @@ def test_a_writer_that_is_stopped_while_a_scrub_sweeps_is_whole_when_acknowledge
     with hpstore.create(paths, data=4, parity=2, config=config, settings=settings) as pool:
         pool.put("k", b"old" * 100_000)
     child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, where], stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        [sys.executable, "-c", _CHILD, where],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     with child:
         assert child.stdout is not None
         try:

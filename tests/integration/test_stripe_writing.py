@@ -52,9 +52,13 @@ class Watched(DeviceWrapper):
 def harness(tmp_path: Path) -> Harness:
     """2+1 on three memory devices."""
     return Harness(
-        tmp_path, data=DATA, parity=1, devices=3, unit_bytes=UNIT,
+        tmp_path,
+        data=DATA,
+        parity=1,
+        devices=3,
+        unit_bytes=UNIT,
         settings=Settings(memory_bytes=MEMORY),
-    )  # fmt: skip
+    )
 
 
 def test_data_are_written_while_their_parity_is_computed(

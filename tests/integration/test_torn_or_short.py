@@ -130,8 +130,11 @@ def test_what_was_acknowledged_with_a_debt_is_never_passed_over(
     with harness.open() as pool:
         pool.put("k", OLD)
     bad = short_put(harness)
-    owed = [url for url in harness.urls
-            if any(path.startswith("debts/") for path in harness.devices[url].files)]  # fmt: skip
+    owed = [
+        url
+        for url in harness.urls
+        if any(path.startswith("debts/") for path in harness.devices[url].files)
+    ]
     assert len(owed) >= 3
     away = [url for url in harness.urls if url != bad][:2]
     harness.lose(away)

@@ -53,8 +53,10 @@ def test_one_version_is_current_and_a_deleted_key_has_its_tombstone(harness: Har
         written = pool.put("k", OLD)
         (only,) = pool.versions("k")
         assert (only.version, only.current, only.standing) == (
-            written.version, True, VersionStanding.READABLE,
-        )  # fmt: skip
+            written.version,
+            True,
+            VersionStanding.READABLE,
+        )
         assert only.written == pytest.approx(written.created, abs=60)
         pool.delete("k")
         (tombstone,) = pool.versions("k")

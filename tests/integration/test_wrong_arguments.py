@@ -44,22 +44,31 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"shuffle": 3}, "shuffle 3"), ({"shuffle": [1]}, r"shuffle \[1\]"),
-        ({"seed": "x"}, "seed is 'x'"), ({"seed": None}, "seed"), ({"seed": -1}, "seed is -1"),
-        ({"seed": 1.5}, "seed is 1.5"), ({"device": "nonsense"}, "device 'nonsense'"),
-        ({"device": 1.5}, "device 1.5"), ({"transform": 5}, "transform is a int"),
+        ({"shuffle": 3}, "shuffle 3"),
+        ({"shuffle": [1]}, r"shuffle \[1\]"),
+        ({"seed": "x"}, "seed is 'x'"),
+        ({"seed": None}, "seed"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"device": "nonsense"}, "device 'nonsense'"),
+        ({"device": 1.5}, "device 1.5"),
+        ({"transform": 5}, "transform is a int"),
         ({"batch_transform": "f"}, "batch_transform is a str"),
-        ({"collate_fn": 4}, "collate_fn is a int"), ({"mesh": 3}, "mesh is a int"),
-        ({"rank": "1", "world_size": 2}, "rank is '1'"), ({"shard": "no"}, "shard is 'no'"),
+        ({"collate_fn": 4}, "collate_fn is a int"),
+        ({"mesh": 3}, "mesh is a int"),
+        ({"rank": "1", "world_size": 2}, "rank is '1'"),
+        ({"shard": "no"}, "shard is 'no'"),
         ({"rank": 0, "world_size": 1.5}, "world_size is 1.5"),
-        ({"tail": "odd", "sampler": [0, 1]}, "tail='odd'"), ({"cache": -5}, "cache is -5"),
-        ({"cache": "much"}, "cache: 'much'"), ({"cache": [1]}, r"cache \[1\]"),
+        ({"tail": "odd", "sampler": [0, 1]}, "tail='odd'"),
+        ({"cache": -5}, "cache is -5"),
+        ({"cache": "much"}, "cache: 'much'"),
+        ({"cache": [1]}, r"cache \[1\]"),
         ({"snapshot_every_n_steps": "all"}, "snapshot_every_n_steps is 'all'"),
         ({"snapshot_every_n_steps": -1}, "snapshot_every_n_steps is -1"),
         ({"memory": "8GiB"}, r"memory is a str: give a LoaderMemory\(...\)"),
         ({"gpu": "off"}, r"gpu is a str: give a GpuTransfer\(...\)"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_of_a_loader_are_refused_when_it_is_made(
     pool: Pool, native: bool, options: dict[str, Any], said: str
 ) -> None:
@@ -71,9 +80,12 @@ def test_wrong_arguments_of_a_loader_are_refused_when_it_is_made(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"num_workers": "x"}, "num_workers is 'x'"), ({"prefetch_factor": 0}, "prefetch_factor is 0"),
-     ({"num_workers": -1}, "num_workers option should be non-negative")],
-)  # fmt: skip
+    [
+        ({"num_workers": "x"}, "num_workers is 'x'"),
+        ({"prefetch_factor": 0}, "prefetch_factor is 0"),
+        ({"num_workers": -1}, "num_workers option should be non-negative"),
+    ],
+)
 def test_numbers_that_torch_does_not_see_are_checked(
     pool: Pool, options: dict[str, Any], said: str
 ) -> None:
@@ -124,10 +136,16 @@ def test_what_is_no_pool_or_no_name_is_refused(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"fields": 5}, "fields are a int"), ({"fields": [("x", X["x"])]}, "fields are a list"),
-     ({"seed": "x", "shuffle": True}, "seed is 'x'"), ({"shuffle": "window"}, "shuffle 'window'"),
-     ({"part": 5}, "part 5"), ({"part": ("a", 2)}, "part is 'a'"), ({"part": (2, 2)}, "i < n")],
-)  # fmt: skip
+    [
+        ({"fields": 5}, "fields are a int"),
+        ({"fields": [("x", X["x"])]}, "fields are a list"),
+        ({"seed": "x", "shuffle": True}, "seed is 'x'"),
+        ({"shuffle": "window"}, "shuffle 'window'"),
+        ({"part": 5}, "part 5"),
+        ({"part": ("a", 2)}, "part is 'a'"),
+        ({"part": (2, 2)}, "i < n"),
+    ],
+)
 def test_wrong_arguments_of_a_writer_are_refused(
     pool: Pool, options: dict[str, Any], said: str
 ) -> None:
@@ -151,11 +169,17 @@ def test_a_sample_that_is_no_dict_is_refused(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"format": "x"}, "format 'x'"), ({"names": "ab"}, "names are 'ab'"),
-     ({"names": [5]}, "names are"), ({"workers": "x"}, "workers is 'x'"),
-     ({"workers": 0}, "workers is 0"), ({"max_skipped": -1}, "max_skipped is -1"),
-     ({"shuffle": "none"}, "shuffle 'none'"), ({"seed": "x"}, "seed is 'x'")],
-)  # fmt: skip
+    [
+        ({"format": "x"}, "format 'x'"),
+        ({"names": "ab"}, "names are 'ab'"),
+        ({"names": [5]}, "names are"),
+        ({"workers": "x"}, "workers is 'x'"),
+        ({"workers": 0}, "workers is 0"),
+        ({"max_skipped": -1}, "max_skipped is -1"),
+        ({"shuffle": "none"}, "shuffle 'none'"),
+        ({"seed": "x"}, "seed is 'x'"),
+    ],
+)
 def test_wrong_arguments_of_ingest_are_refused(
     pool: Pool, options: dict[str, Any], said: str
 ) -> None:
@@ -166,9 +190,12 @@ def test_wrong_arguments_of_ingest_are_refused(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"share": 5}, "share is 5"), ({"share": ""}, "share is ''"),
-     ({"prefetch_threads": -1}, "prefetch_threads is -1")],
-)  # fmt: skip
+    [
+        ({"share": 5}, "share is 5"),
+        ({"share": ""}, "share is ''"),
+        ({"prefetch_threads": -1}, "prefetch_threads is -1"),
+    ],
+)
 def test_wrong_arguments_of_a_cache_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Cache("1MiB", **options)

@@ -163,10 +163,13 @@ def test_what_is_open_at_the_end_of_a_program(tmp_path: Path, end: str) -> None:
     devices = [tmp_path / f"d{i}" for i in range(3)]
     hpstore.create(devices, data=2, parity=1, config=tmp_path / "pool.toml").close()
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "pool.toml"), end], check=False,
-        capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", PROGRAM, str(tmp_path / "pool.toml"), end],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )  # fmt: skip
+    )
     assert (done.returncode == 0) == (end == "ends"), done.stderr
     with hpstore.open(tmp_path / "pool.toml") as pool:
         found = {key: bytes(pool.get(key)) for key in pool.list("")}

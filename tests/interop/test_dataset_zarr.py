@@ -79,8 +79,9 @@ def test_every_shard_of_a_fixed_field_is_a_zarr_shard(pool: Pool, field: Field) 
     """Packed, page-padded and 4 KiB-aligned records, the last shard too, byte for byte."""
     rng = np.random.default_rng(0)
     values = rng.integers(0, 100, (90, *field.inner_shape)).astype(field.storage)
-    with DatasetWriter(pool, "a", {"x": field, "y": Field("int8")},
-                       unit_bytes=64 * KIB, shard_bytes=400 * KIB) as writer:  # fmt: skip
+    with DatasetWriter(
+        pool, "a", {"x": field, "y": Field("int8")}, unit_bytes=64 * KIB, shard_bytes=400 * KIB
+    ) as writer:
         writer.write_batch({"x": values, "y": np.zeros(90, np.int8)})
     data = Dataset(pool, "a")
     stream = data.streams[0]

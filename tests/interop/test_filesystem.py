@@ -51,9 +51,15 @@ def test_info_has_the_facts(fs: PoolFileSystem, name: str, pool: hpstore.Pool) -
     """name, size, type, created and version, the same in ls; the version changes with a put."""
     put = pool.put("d/a", b"x" * 7, {"run": 1})
     facts = fs.info(f"{name}/d/a")
-    assert facts == {"name": f"{name}/d/a", "size": 7, "type": "file", "created": put.created,
-                     "mtime": put.created, "version": put.version,
-                     "metadata": {"run": 1}}  # fmt: skip
+    assert facts == {
+        "name": f"{name}/d/a",
+        "size": 7,
+        "type": "file",
+        "created": put.created,
+        "mtime": put.created,
+        "version": put.version,
+        "metadata": {"run": 1},
+    }
     assert fs.ls(f"{name}/d", detail=True) == [facts]
     assert fs.find(f"{name}/d", detail=True) == {f"{name}/d/a": facts}
     assert fs.created(f"{name}/d/a").timestamp() == pytest.approx(put.created)
@@ -372,9 +378,10 @@ def test_two_pools_of_one_name_are_not_mistaken(tmp_path: Path, home: Path) -> N
     """fsspec compares arguments by their text, and two pools can look the same."""
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
-    with Harness(tmp_path / "x", data=1, parity=1, devices=2).open() as first, Harness(
-        tmp_path / "y", data=1, parity=1, devices=2
-    ).open() as second:  # fmt: skip
+    with (
+        Harness(tmp_path / "x", data=1, parity=1, devices=2).open() as first,
+        Harness(tmp_path / "y", data=1, parity=1, devices=2).open() as second,
+    ):
         assert repr(first) == repr(second)
         one, two = (fsspec.filesystem("hpstore", pool=p) for p in (first, second))
         one.pipe_file("a", b"1")

@@ -135,9 +135,12 @@ def test_create_from_python_writes_the_table_too(
 
 @pytest.mark.parametrize("chosen", [True, False], ids=["HPSTORE_POOLS", "the default table"])
 def test_a_name_that_would_lead_elsewhere_makes_no_pool(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], chosen: bool,
-) -> None:  # fmt: skip
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    chosen: bool,
+) -> None:
     """The table goes before the registry, so the new pool would not be what the name means."""
     old = make(tmp_path / "old.toml", "train")
     table = tmp_path / "t.toml" if chosen else home / ".config" / "hpstore" / "pools.toml"

@@ -32,8 +32,11 @@ def test_a_tree_has_what_lies_below_and_nothing_else(
         }
 
 
-@given(st.integers(0, 9), st.one_of(st.none(), st.integers(-12, 12)),
-       st.one_of(st.none(), st.integers(-12, 12)))  # fmt: skip
+@given(
+    st.integers(0, 9),
+    st.one_of(st.none(), st.integers(-12, 12)),
+    st.one_of(st.none(), st.integers(-12, 12)),
+)
 def test_bounds_are_those_of_a_slice(size: int, start: int | None, end: int | None) -> None:
     """The oracle is slicing bytes."""
     data = bytes(range(size))

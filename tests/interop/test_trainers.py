@@ -66,8 +66,9 @@ def test_dcp_saves_and_loads_by_url(fs: PoolFileSystem, name: str) -> None:
     save(state(1), checkpoint_id=url)
     assert fs.isfile(f"{url}/.metadata")
     assert fs.ls(url, detail=False) == [
-        f"{name}/runs/x/step-1/.metadata", f"{name}/runs/x/step-1/__0_0.distcp"
-    ]  # fmt: skip
+        f"{name}/runs/x/step-1/.metadata",
+        f"{name}/runs/x/step-1/__0_0.distcp",
+    ]
     loaded = empty()
     load(loaded, checkpoint_id=url)
     assert same(loaded, state(1))

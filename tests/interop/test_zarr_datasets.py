@@ -64,8 +64,10 @@ def test_a_data_set_is_a_read_only_group_with_its_facts(pool: hpstore.Pool) -> N
     root = zarr.open(store)
     assert isinstance(root, zarr.Group)
     assert root.attrs["hpstore"] == {
-        "name": "train", "fingerprint": data.fingerprint, "metadata": {"source": "here"},
-    }  # fmt: skip
+        "name": "train",
+        "fingerprint": data.fingerprint,
+        "metadata": {"source": "here"},
+    }
     assert root["half"].attrs["hpstore_dtype"] == "bfloat16"
     with pytest.raises(ValueError, match="read-only"):
         root.create_array("more", shape=(1,), dtype="u1")
@@ -200,8 +202,12 @@ def test_numbers_of_the_other_byte_order_are_turned() -> None:
     """zarr 2 arrays come in the order that they were written in, which torch does not take."""
     made = zarr.create_array(MemoryStore(), data=np.arange(5, dtype=">i4"), zarr_format=2)
     assert [int(sample["n"]) for sample in ZarrDataset({"n": made}).__getitems__(range(5))] == [
-        0, 1, 2, 3, 4,
-    ]  # fmt: skip
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::zarr.errors.UnstableSpecificationWarning")

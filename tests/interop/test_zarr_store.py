@@ -46,8 +46,10 @@ def _check(store: PoolStore) -> None:
     root = zarr.open_group(store, mode="r")
     assert root.attrs["made"] == "here"
     assert sorted(name for name, _ in root.members(max_depth=None)) == [
-        "deep", "deep/small", "sharded",
-    ]  # fmt: skip
+        "deep",
+        "deep/small",
+        "sharded",
+    ]
     sharded = root["sharded"]
     assert isinstance(sharded, zarr.Array)
     np.testing.assert_array_equal(sharded[:], DATA)
@@ -210,11 +212,14 @@ def test_of_two_processes_that_set_if_not_exists_one_wins(disk_pool: hpstore.Poo
     )
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     for child in children:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"

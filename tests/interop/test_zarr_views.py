@@ -165,8 +165,12 @@ def test_a_walk_over_all_groups_meets_the_data_sets(pool: hpstore.Pool) -> None:
     root = zarr.open_group(store)
     root.create_array("mean", data=PLAIN)
     assert sorted(name for name, _ in root.members(max_depth=None)) == [
-        "mean", "test", "test/wide", "train", "train/label",
-    ]  # fmt: skip
+        "mean",
+        "test",
+        "test/wide",
+        "train",
+        "train/label",
+    ]
     assert _names(store, "train") == ["label", "zarr.json"]
 
 

@@ -21,10 +21,20 @@ Draw = st.DrawFn
 
 
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.bool, torch.complex64,
-    torch.complex128, torch.int8, torch.int16, torch.int64, torch.uint8, torch.float8_e4m3fn,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.int8,
+    torch.int16,
+    torch.int64,
+    torch.uint8,
+    torch.float8_e4m3fn,
     torch.float8_e5m2,
-]  # fmt: skip
+]
 
 
 shapes = st.lists(st.integers(1, 7), max_size=3).map(tuple)

@@ -117,7 +117,9 @@ def test_what_was_drawn_and_not_made_is_forgotten(drawn: list[int], other: int) 
     for block in drawn:
         ours, theirs = policy.access(0, array([block])), plain.access(0, array([block]))
         assert (ours.admit.tolist(), ours.evict.tolist()) == (
-            theirs.admit.tolist(), theirs.evict.tolist())  # fmt: skip
+            theirs.admit.tolist(),
+            theirs.evict.tolist(),
+        )
     policy.expect(0, None)
     policy.expect(0, array(drawn), drawn=True)
     assert policy.expected(0) == len(drawn)

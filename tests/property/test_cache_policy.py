@@ -49,8 +49,10 @@ def test_belady_hits_as_often_as_the_best_of_all_choices(
 
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=40),
-    st.integers(1, 4), st.integers(4, 50), st.booleans(),
-)  # fmt: skip
+    st.integers(1, 4),
+    st.integers(4, 50),
+    st.booleans(),
+)
 def test_no_hits_are_above_min(
     asked: list[tuple[int, bool]], capacity: int, limit: int, together: bool
 ) -> None:

@@ -229,10 +229,12 @@ def test_boxes_for_one_manifest_are_sent_by_those_who_must(
         writers = [rank for rank, some in enumerate(mine) for n in some if held[rank][n] == box]
         assert writers == [first]
     chunks = [
-        [chunks_of(f"{held[rank][n]}", torch.zeros(held[rank][n][2], dtype=torch.uint8))[0]
-         for n in some]
+        [
+            chunks_of(f"{held[rank][n]}", torch.zeros(held[rank][n][2], dtype=torch.uint8))[0]
+            for n in some
+        ]
         for rank, some in enumerate(mine)
-    ]  # fmt: skip
+    ]
     slices = [place(some, slice_bytes) for some in chunks if some]
     assert all(len(some) == 1 for some in slices)
     assert sum(some[0].size for some in slices) <= within_bytes
@@ -242,9 +244,7 @@ def test_boxes_for_one_manifest_are_sent_by_those_who_must(
 def test_replicas_are_spread_evenly(world: int, sizes: list[int]) -> None:
     """What all ranks hold is shared out: no two loads differ by more than the largest box."""
     held: list[Held] = [(f"t{n}", (), size) for n, size in enumerate(sizes)]
-    loads = [
-        sum(sizes[n] + SMALL_ALIGNMENT for n in some) for some in assign([list(held)] * world)
-    ]  # fmt: skip
+    loads = [sum(sizes[n] + SMALL_ALIGNMENT for n in some) for some in assign([list(held)] * world)]
     assert max(loads) - min(loads) <= max(sizes, default=0) + SMALL_ALIGNMENT
 
 

@@ -57,11 +57,16 @@ def stored_tensors(
         data = values[cells(box)].tobytes()
         items.append(
             Item(
-                name="t", dtype=name_of(dtype), shape=shape, box=box, segment=number,
-                offset=sum(map(len, contents[number])), length=len(data),
+                name="t",
+                dtype=name_of(dtype),
+                shape=shape,
+                box=box,
+                segment=number,
+                offset=sum(map(len, contents[number])),
+                length=len(data),
                 digest=digest128(data).hex() if draw(st.booleans()) else "",
             )
-        )  # fmt: skip
+        )
         contents[number].append(data)
     return {
         n: np.frombuffer(b"".join(some), np.uint8).copy() for n, some in contents.items()
@@ -145,8 +150,14 @@ def test_any_part_of_a_compressed_tensor_is_read_back(
 def chunk_item(chunk: Chunk) -> Item:
     """All of a chunk's tensor as one item."""
     count = prod(chunk.shape) * chunk.tensor.element_size()
-    return Item(name=chunk.name, dtype=chunk.dtype, shape=chunk.shape, box=whole(chunk.shape),
-                offset=0, length=count)  # fmt: skip
+    return Item(
+        name=chunk.name,
+        dtype=chunk.dtype,
+        shape=chunk.shape,
+        box=whole(chunk.shape),
+        offset=0,
+        length=count,
+    )
 
 
 @given(st.data(), shapes)

@@ -52,8 +52,12 @@ def test_equal_blocks_have_different_digests(block: int) -> None:
     assert again == table[block]
 
 
-@given(st.tuples(texts, texts, texts, texts), st.tuples(texts, texts, texts, texts),
-       st.integers(0, 31), st.integers(0, 31))  # fmt: skip
+@given(
+    st.tuples(texts, texts, texts, texts),
+    st.tuples(texts, texts, texts, texts),
+    st.integers(0, 31),
+    st.integers(0, 31),
+)
 def test_the_seed_binds_a_column_to_its_place(
     one: tuple[str, str, str, str], two: tuple[str, str, str, str], first: int, second: int
 ) -> None:
@@ -66,8 +70,14 @@ def test_the_seed_binds_a_column_to_its_place(
 
 def test_the_parts_of_a_seed_cannot_run_together() -> None:
     """A letter that moves from one field to its neighbour makes another seed."""
-    splits = [("ab", "c", "d", "e"), ("a", "bc", "d", "e"), ("a", "b", "cd", "e"),
-              ("a", "b", "c", "de"), ("abc", "", "d", "e"), ("a", "b", "c", "d")]  # fmt: skip
+    splits = [
+        ("ab", "c", "d", "e"),
+        ("a", "bc", "d", "e"),
+        ("a", "b", "cd", "e"),
+        ("a", "b", "c", "de"),
+        ("abc", "", "d", "e"),
+        ("a", "b", "c", "d"),
+    ]
     seeds = {column_seed(*split, 1) for split in splits} | {column_seed("a", "b", "c", "d1", 1)}
     assert len(seeds) == len(splits) + 1
     assert column_seed("a", "b", "c", "d1", 1) != column_seed("a", "b", "c", "d", 11)

@@ -232,9 +232,12 @@ def test_a_table_by_blocks_gives_what_the_whole_array_gives(
         return found
 
     table = BlockTable(
-        cuts, [(values.dtype, ()), (pairs.dtype, (2,))], load,
-        block_rows=block_rows, budget_bytes=budget,
-    )  # fmt: skip
+        cuts,
+        [(values.dtype, ()), (pairs.dtype, (2,))],
+        load,
+        block_rows=block_rows,
+        budget_bytes=budget,
+    )
     for request in requests if total else []:
         rows = np.array([n % total for n in request], np.int64)
         found = table.get(rows)

@@ -108,8 +108,10 @@ def check_places(pool: Pool, data: Dataset) -> None:
         assert pages.first_sample[-1] == len(data)
         for row in rows.tolist():
             shard, start, length = (
-                int(places.shard[row]), int(places.start[row]), int(places.length[row])
-            )  # fmt: skip
+                int(places.shard[row]),
+                int(places.start[row]),
+                int(places.length[row]),
+            )
             first = int(np.searchsorted(pages.first_sample, row, "right")) - 1
             assert pages.shard[first] == shard
             assert pages.start[first] <= start < pages.start[first] + stream.unit_bytes
@@ -160,8 +162,14 @@ def test_the_fingerprint_is_that_of_the_samples(
         harness = Harness(Path(directory), data=2, parity=1, devices=3)
         with harness.open() as pool:
             write(pool, "a", case)
-            write(pool, "b", case, compression=compression, shard_bytes=shard_bytes,
-                  unit_bytes=8 * KIB)  # fmt: skip
+            write(
+                pool,
+                "b",
+                case,
+                compression=compression,
+                shard_bytes=shard_bytes,
+                unit_bytes=8 * KIB,
+            )
             layout = Dataset(pool, "a").manifest.layout
             assert Dataset(pool, "b").manifest.layout == layout
             assert Dataset(pool, "a").fingerprint == Dataset(pool, "b").fingerprint

@@ -73,8 +73,9 @@ def damaged(draw: st.DrawFn) -> tuple[int, int, int, int, list[tuple[int, int]],
 @given(case=damaged(), data=st.data())
 def test_what_has_k_sound_blocks_in_its_row_is_read_and_mended(
     case: tuple[int, int, int, int, list[tuple[int, int]], int],
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory,
-) -> None:  # fmt: skip
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     """PROTOCOL 7, r1: every byte that theory allows is read, no other; a scrub mends all of it."""
     k, m, unit, size, pairs, lost = case
     harness = Harness(
@@ -119,9 +120,11 @@ def test_what_has_k_sound_blocks_in_its_row_is_read_and_mended(
 
 
 @given(
-    size=st.integers(1, 1_000_000), unit=st.sampled_from([4 * KIB, 64 * KIB, 192 * KIB]),
-    k=st.integers(1, 5), data=st.data(),
-)  # fmt: skip
+    size=st.integers(1, 1_000_000),
+    unit=st.sampled_from([4 * KIB, 64 * KIB, 192 * KIB]),
+    k=st.integers(1, 5),
+    data=st.data(),
+)
 def test_parts_of_a_window_cover_it_in_order_and_do_not_mix(
     size: int, unit: int, k: int, data: st.DataObject
 ) -> None:

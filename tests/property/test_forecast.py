@@ -25,8 +25,13 @@ def made_histories(draw: st.DrawFn) -> DriveHistory:
     for name in draw(st.sets(st.sampled_from(MODEL_COUNTERS), min_size=1)):
         values[:, INDEX[name]] = draw(st.lists(cells, min_size=len(days), max_size=len(days)))
     failed = days[-1] if draw(st.booleans()) else None
-    return DriveHistory(serial=draw(st.text(min_size=1, max_size=4)), family="F",
-                        days=np.array(days), values=values, failed_day=failed)  # fmt: skip
+    return DriveHistory(
+        serial=draw(st.text(min_size=1, max_size=4)),
+        family="F",
+        days=np.array(days),
+        values=values,
+        failed_day=failed,
+    )
 
 
 @given(made_histories(), st.integers(1, 30), st.integers(0, 130), st.integers(0, 60))
@@ -100,14 +105,24 @@ def test_outcomes_count_drives(healthy: list[float], failed: list[list[float]], 
         FailedDrive(days_ahead=np.arange(len(s), 0.0, -1), scores=np.array(s)) for s in failed
     ]
     threshold = threshold_at(np.array(healthy), far)
-    found = outcome(drives, np.array(healthy), threshold, far=far, resamples=20, healthy_share=0.5,
-                    rng=np.random.default_rng(0))  # fmt: skip
+    found = outcome(
+        drives,
+        np.array(healthy),
+        threshold,
+        far=far,
+        resamples=20,
+        healthy_share=0.5,
+        rng=np.random.default_rng(0),
+    )
     detected = sum(max(s) > threshold for s in failed)
     alarms = sum(s > threshold for s in healthy)
     assert (found.fdr, found.far) == (detected / len(failed), alarms / len(healthy))
     if detected:
-        leads = [next(len(s) - i for i, v in enumerate(s) if v > threshold) for s in failed
-                 if max(s) > threshold]  # fmt: skip
+        leads = [
+            next(len(s) - i for i, v in enumerate(s) if v > threshold)
+            for s in failed
+            if max(s) > threshold
+        ]
         assert found.lead_days is not None
         assert found.lead_days.median == np.median(leads)
         assert found.precision == detected / (detected + alarms)
@@ -119,8 +134,12 @@ def test_outcomes_count_drives(healthy: list[float], failed: list[list[float]], 
 def test_thinning_keeps_one_day_in_a_stride(history: DriveHistory, stride: int) -> None:
     """Every run of `stride` days of a mask keeps exactly one, whatever the gaps."""
     days = np.arange(3 * stride)
-    whole = DriveHistory(serial=history.serial, family="F", days=days,
-                         values=np.full((len(days), len(COUNTERS)), np.nan))  # fmt: skip
+    whole = DriveHistory(
+        serial=history.serial,
+        family="F",
+        days=days,
+        values=np.full((len(days), len(COUNTERS)), np.nan),
+    )
     kept = thinned(whole, np.ones(len(days), bool), stride=stride, salt="s")
     assert kept.sum() == 3
     assert len(set(days[kept] % stride)) == 1

@@ -15,21 +15,33 @@ numbers = st.integers(0, 2**63)
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 ids = st.text("0123456789abcdef", min_size=32, max_size=32)
 keys = st.lists(
-    st.text(st.characters(min_codepoint=32, exclude_categories=("Cs", "Cc"),
-                          exclude_characters="/"), min_size=1, max_size=10)
-    .filter(lambda part: part not in (".", "..")),
-    min_size=1, max_size=4,
-).map("/".join)  # fmt: skip
+    st.text(
+        st.characters(min_codepoint=32, exclude_categories=("Cs", "Cc"), exclude_characters="/"),
+        min_size=1,
+        max_size=10,
+    ).filter(lambda part: part not in (".", "..")),
+    min_size=1,
+    max_size=4,
+).map("/".join)
 versions = st.builds(
     Version, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)
 )
-leaves = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | texts | st.floats(
-    allow_nan=False, allow_infinity=False
-)  # fmt: skip
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | texts
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
 metadata = st.dictionaries(
-    texts, st.recursive(leaves, lambda x: st.lists(x, max_size=3) | st.dictionaries(texts, x,
-    max_size=3), max_leaves=5), max_size=3,
-)  # fmt: skip
+    texts,
+    st.recursive(
+        leaves,
+        lambda x: st.lists(x, max_size=3) | st.dictionaries(texts, x, max_size=3),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
 
 
 @st.composite
@@ -39,15 +51,24 @@ def headers(draw: st.DrawFn) -> ColumnHeader:
     data = draw(st.integers(1, 24)) if kind is Kind.COLUMN else 1
     parity = draw(st.integers(1, 8))
     geometry = Geometry(
-        data=data, parity=parity, unit_bytes=draw(st.integers(1, 16384)) * ALIGNMENT_BYTES,
-        size=draw(numbers), code=Code.RS_CAUCHY if kind is Kind.COLUMN else Code.COPIES,
-    )  # fmt: skip
+        data=data,
+        parity=parity,
+        unit_bytes=draw(st.integers(1, 16384)) * ALIGNMENT_BYTES,
+        size=draw(numbers),
+        code=Code.RS_CAUCHY if kind is Kind.COLUMN else Code.COPIES,
+    )
     return ColumnHeader(
-        pool_id=draw(ids), key=draw(keys), version=draw(versions), kind=kind,
-        column=draw(st.integers(0, data + parity - 1)), geometry=geometry,
-        devices=tuple(draw(st.lists(ids, max_size=32))), generation=draw(numbers),
-        created_ms=draw(numbers), metadata=draw(metadata),
-    )  # fmt: skip
+        pool_id=draw(ids),
+        key=draw(keys),
+        version=draw(versions),
+        kind=kind,
+        column=draw(st.integers(0, data + parity - 1)),
+        geometry=geometry,
+        devices=tuple(draw(st.lists(ids, max_size=32))),
+        generation=draw(numbers),
+        created_ms=draw(numbers),
+        metadata=draw(metadata),
+    )
 
 
 @given(headers())
@@ -85,23 +106,30 @@ def test_noise_is_no_header(noise: bytes) -> None:
 
 members = st.lists(
     st.builds(
-        Member, device_id=ids, url=texts, domain=texts, weight=st.floats(0, 1e6),
+        Member,
+        device_id=ids,
+        url=texts,
+        domain=texts,
+        weight=st.floats(0, 1e6),
         state=st.sampled_from(DeviceState),
     ),
-    max_size=5, unique_by=lambda member: member.device_id,
-).map(tuple)  # fmt: skip
+    max_size=5,
+    unique_by=lambda member: member.device_id,
+).map(tuple)
 pools = st.builds(
-    PoolRecord, pool_id=ids, generation=numbers, nonce=ids, parent=texts,
-    data=st.integers(1, 24), parity=st.integers(1, 8),
+    PoolRecord,
+    pool_id=ids,
+    generation=numbers,
+    nonce=ids,
+    parent=texts,
+    data=st.integers(1, 24),
+    parity=st.integers(1, 8),
     unit_bytes=st.integers(1, 16384).map(lambda n: n * ALIGNMENT_BYTES),
-    members=members.filter(bool), evicted=members,
-)  # fmt: skip
-identities = st.builds(
-    Identity, pool_id=ids, device_id=ids, domain=texts, weight=st.floats(0, 1e6)
-)  # fmt: skip
-debts = st.builds(
-    Debt, key=keys, version=versions, missing=st.lists(st.integers(0, 31)).map(tuple)
-)  # fmt: skip
+    members=members.filter(bool),
+    evicted=members,
+)
+identities = st.builds(Identity, pool_id=ids, device_id=ids, domain=texts, weight=st.floats(0, 1e6))
+debts = st.builds(Debt, key=keys, version=versions, missing=st.lists(st.integers(0, 31)).map(tuple))
 
 
 @given(pools | identities | debts)
@@ -127,8 +155,10 @@ def test_a_changed_byte_of_a_record_changes_nothing_or_is_refused(
     assert found == record
 
 
-@given(st.binary(max_size=100) | st.text(max_size=40).map(lambda t: f'{{"a": "{t}"}}'.encode(
-    errors="surrogatepass")))  # fmt: skip
+@given(
+    st.binary(max_size=100)
+    | st.text(max_size=40).map(lambda t: f'{{"a": "{t}"}}'.encode(errors="surrogatepass"))
+)
 def test_noise_is_no_record(noise: bytes) -> None:
     """IntegrityError, whatever the bytes."""
     try:

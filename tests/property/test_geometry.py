@@ -199,9 +199,11 @@ def degraded(draw: st.DrawFn) -> tuple[Geometry, int, int, frozenset[int]]:
     (data, parity), unit = draw(widths), draw(units)
     stripes = draw(st.integers(1, 6))
     geometry = Geometry(
-        data=data, parity=parity, unit_bytes=unit,
+        data=data,
+        parity=parity,
+        unit_bytes=unit,
         size=stripes * data * unit + draw(st.integers(0, data * unit)),
-    )  # fmt: skip
+    )
     start = draw(st.integers(0, geometry.size - 1))
     end = draw(st.integers(start + 1, geometry.size))
     touched = sorted({piece.column for piece in geometry.pieces(start, end)})
@@ -335,11 +337,19 @@ def test_a_block_span_is_the_smallest_cover(start: int, length: int, beyond: int
 @pytest.mark.parametrize(
     "shape",
     [
-        {"data": 0}, {"parity": 0}, {"parity": 9}, {"data": 31}, {"data": -1}, {"size": -1},
-        {"unit_bytes": 0}, {"unit_bytes": 4095}, {"unit_bytes": 5000},
-        {"unit_bytes": MAX_UNIT_BYTES + 4096}, {"code": Code.COPIES},
+        {"data": 0},
+        {"parity": 0},
+        {"parity": 9},
+        {"data": 31},
+        {"data": -1},
+        {"size": -1},
+        {"unit_bytes": 0},
+        {"unit_bytes": 4095},
+        {"unit_bytes": 5000},
+        {"unit_bytes": MAX_UNIT_BYTES + 4096},
+        {"code": Code.COPIES},
     ],
-)  # fmt: skip
+)
 def test_impossible_shapes_are_refused(shape: dict[str, int]) -> None:
     """ConfigError, at construction."""
     good = {"data": 4, "parity": 2, "unit_bytes": 64 * KIB, "size": 10}

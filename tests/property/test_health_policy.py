@@ -33,15 +33,16 @@ facts_of_a_device = st.builds(
     DeviceFacts,
     present=st.sampled_from([True] * 7 + [False]),
     domain=st.sampled_from(["a", "b"]),
-    pool_state=st.sampled_from([DeviceState.ONLINE] * 8 + [DeviceState.DRAINING,
-                                                          DeviceState.EVICTED]),
+    pool_state=st.sampled_from(
+        [DeviceState.ONLINE] * 8 + [DeviceState.DRAINING, DeviceState.EVICTED]
+    ),
     probes=st.sampled_from([0, 64]),
     writes_slow=st.booleans(),
     forecast=st.sampled_from(ForecastOutlook),
     empty=st.booleans(),
     evictable=st.booleans(),
     reconciled=st.booleans(),
-)  # fmt: skip
+)
 configs = st.builds(
     PolicyConfig,
     role=st.sampled_from(Role),
@@ -183,8 +184,10 @@ def test_only_what_is_drained_and_empty_is_evicted(
             if action.kind is ActionKind.EVICT:
                 fact = one.facts.devices[action.device]
                 assert (fact.pool_state, fact.empty, fact.evictable) == (
-                    DeviceState.DRAINING, True, True,
-                )  # fmt: skip
+                    DeviceState.DRAINING,
+                    True,
+                    True,
+                )
             if action.kind is ActionKind.HEAL:
                 assert outcome.state.health(action.device).state in LOST
 
@@ -230,8 +233,9 @@ def test_damaged_states_are_refused(junk: bytes, at: int, flip: int) -> None:
 
 def test_states_without_a_field_are_refused() -> None:
     """Not filled with defaults."""
-    state = decide(PolicyState(), [], PoolFacts(parity=1, devices={"d0": DeviceFacts()}), 1.0,
-                   PolicyConfig()).state  # fmt: skip
+    state = decide(
+        PolicyState(), [], PoolFacts(parity=1, devices={"d0": DeviceFacts()}), 1.0, PolicyConfig()
+    ).state
     body = unseal(state.encode(), where="states")
     for name, value in (("pinned", 1), ("sitouts", 3), ("state", "odd"), ("score", None)):
         devices = body["devices"]

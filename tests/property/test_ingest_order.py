@@ -55,9 +55,11 @@ class Blocks(BlockwiseSource):
         for number in range(start, self._counts[block]):
             bad = number % 5 == 4
             yield SourceItem(
-                name=f"{block}/{number}", origin=block << BLOCK_SHIFT | number,
-                sample=None if bad else {"b": bytes(100 * number)}, problem="bad" if bad else "",
-            )  # fmt: skip
+                name=f"{block}/{number}",
+                origin=block << BLOCK_SHIFT | number,
+                sample=None if bad else {"b": bytes(100 * number)},
+                problem="bad" if bad else "",
+            )
 
 
 def check_cut_anywhere(records: Records, cuts: Sequence[int], wanted: Sequence[int]) -> None:
@@ -88,9 +90,11 @@ def test_numbered_records_go_on_anywhere(
 
 
 @given(
-    counts=st.lists(st.integers(0, 12), max_size=6), seed=SEEDS, cuts=CUTS,
+    counts=st.lists(st.integers(0, 12), max_size=6),
+    seed=SEEDS,
+    cuts=CUTS,
     window_bytes=st.sampled_from([1, 3000, 1 << 20]),
-)  # fmt: skip
+)
 def test_blocks_go_on_anywhere(
     counts: list[int], seed: int | None, cuts: list[int], window_bytes: int
 ) -> None:

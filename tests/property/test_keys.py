@@ -23,9 +23,11 @@ from hpstore.format.keys import (
 
 letters = st.characters(min_codepoint=32, exclude_categories=("Cs", "Cc"), exclude_characters="/")
 tricky = st.sampled_from([*"@%aA0fFäÄ.~", "%40", "%25", "@0", "ß", "İ", "\u0308", "K"])
-parts = st.lists(tricky | letters, min_size=1, max_size=12).map("".join).filter(
-    lambda part: part not in (".", "..")
-)  # fmt: skip
+parts = (
+    st.lists(tricky | letters, min_size=1, max_size=12)
+    .map("".join)
+    .filter(lambda part: part not in (".", ".."))
+)
 keys = st.lists(parts, min_size=1, max_size=4).map("/".join)
 versions = st.builds(
     Version, st.integers(0, MAX_COUNTER - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1)

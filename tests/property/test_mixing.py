@@ -16,9 +16,7 @@ from hpstore.loaders.sampling.mixture_order import MIX_BLOCK_POSITIONS, MixtureO
 from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder
 from hpstore.loaders.sampling.random_draws import Indices
 
-weights = st.lists(
-    st.integers(1, 20).map(float) | st.floats(0.05, 20), min_size=1, max_size=6
-)  # fmt: skip
+weights = st.lists(st.integers(1, 20).map(float) | st.floats(0.05, 20), min_size=1, max_size=6)
 
 
 @st.composite
@@ -96,8 +94,10 @@ def test_any_range_is_a_part_of_the_whole(
         assert np.array_equal(fresh.indices(epoch, start, stop), whole[start:stop])
 
 
-@given(st.lists(st.floats(1e-200, 1e6) | st.just(0.0), min_size=1, max_size=30).filter(any),
-       st.integers(0, 10**15))  # fmt: skip
+@given(
+    st.lists(st.floats(1e-200, 1e6) | st.just(0.0), min_size=1, max_size=30).filter(any),
+    st.integers(0, 10**15),
+)
 def test_a_total_is_split_without_a_rest(values: list[float], total: int) -> None:
     """Exactly, within one of each share, nothing for a weight of 0."""
     split, share = MixtureShares.of(values).split(total), fractions_of(values, total)
@@ -205,8 +205,11 @@ def test_a_description_tells_mixtures_apart() -> None:
     """Sources, weights, seed, block and length."""
     ten, nine = SequentialOrder(10), SequentialOrder(9)
     orders = [
-        MixtureOrder([ten, ten], [1, 1], 0), MixtureOrder([ten, ten], [1, 2], 0),
-        MixtureOrder([ten, ten], [1, 1], 1), MixtureOrder([ten, nine], [1, 1], 0, length=20),
-        MixtureOrder([ten, ten], [1, 1], 0, block=4), MixtureOrder([ten, ten], [1, 1], 0, length=8),
-    ]  # fmt: skip
+        MixtureOrder([ten, ten], [1, 1], 0),
+        MixtureOrder([ten, ten], [1, 2], 0),
+        MixtureOrder([ten, ten], [1, 1], 1),
+        MixtureOrder([ten, nine], [1, 1], 0, length=20),
+        MixtureOrder([ten, ten], [1, 1], 0, block=4),
+        MixtureOrder([ten, ten], [1, 1], 0, length=8),
+    ]
     assert len({str(order.describe()) for order in orders}) == len(orders)

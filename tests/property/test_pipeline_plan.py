@@ -132,10 +132,16 @@ def test_a_report_of_a_perfect_run_shows_the_theory(count: int, mbs: int, unit: 
     span = max(slot.end for slot in slots)
     for rank, tally in tallies.items():
         events = tuple(
-            ComputeEvent(stage=s.work.stage, kind=s.work.kind, microbatch=s.work.microbatch,
-                  begin=s.begin, end=s.end)
-            for s in slots if s.rank == rank
-        )  # fmt: skip
+            ComputeEvent(
+                stage=s.work.stage,
+                kind=s.work.kind,
+                microbatch=s.work.microbatch,
+                begin=s.begin,
+                end=s.end,
+            )
+            for s in slots
+            if s.rank == rank
+        )
         for _ in range(3):
             tally.add(record(events, span))
         assert IdleTally.from_dict(tally.to_dict()) == tally
@@ -149,10 +155,20 @@ def test_a_report_of_a_perfect_run_shows_the_theory(count: int, mbs: int, unit: 
 def record(events: tuple[ComputeEvent, ...], seconds: float) -> StepRecord:
     """A step with these events."""
     return StepRecord(
-        step=0, losses=(), events=events, microbatches=1, schedule_seconds=seconds,
-        data_wait_seconds=0, late_microbatches=0, copy_wait_seconds=0,
-        save_seconds=0, hook_seconds=0, idle_bytes=0, busy_bytes=0, saved=None,
-    )  # fmt: skip
+        step=0,
+        losses=(),
+        events=events,
+        microbatches=1,
+        schedule_seconds=seconds,
+        data_wait_seconds=0,
+        late_microbatches=0,
+        copy_wait_seconds=0,
+        save_seconds=0,
+        hook_seconds=0,
+        idle_bytes=0,
+        busy_bytes=0,
+        saved=None,
+    )
 
 
 def test_hashes_of_samples_spread() -> None:

@@ -83,13 +83,25 @@ def fleet(sizes: list[int], data: int, parity: int) -> PoolRecord:
         for n in range(size)
     ]
     return PoolRecord(
-        pool_id="p", generation=1, nonce="n", parent="", data=data, parity=parity,
-        unit_bytes=4096, members=tuple(members), spread=bound_spread(data + parity, parity, sizes),
-    )  # fmt: skip
+        pool_id="p",
+        generation=1,
+        nonce="n",
+        parent="",
+        data=data,
+        parity=parity,
+        unit_bytes=4096,
+        members=tuple(members),
+        spread=bound_spread(data + parity, parity, sizes),
+    )
 
 
-@given(keys, st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 6),
-       st.integers(1, 3), st.data())  # fmt: skip
+@given(
+    keys,
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.data(),
+)
 def test_no_object_has_more_columns_on_lost_devices_than_they_weigh(
     key: str, sizes: list[int], k: int, m: int, data: st.DataObject
 ) -> None:
@@ -105,8 +117,12 @@ def test_no_object_has_more_columns_on_lost_devices_than_they_weigh(
         assert record.weight(lost) == len(lost)
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 6), st.integers(1, 3),
-       st.data())  # fmt: skip
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.data(),
+)
 def test_every_opening_meets_a_record_that_was_committed(
     sizes: list[int], k: int, m: int, data: st.DataObject
 ) -> None:

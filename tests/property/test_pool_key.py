@@ -40,18 +40,24 @@ def headers(draw: st.DrawFn) -> ColumnHeader:
     data = draw(st.integers(1, 8)) if kind is Kind.COLUMN else 1
     parity = draw(st.integers(1, 4))
     geometry = Geometry(
-        data=data, parity=parity, unit_bytes=65536,
+        data=data,
+        parity=parity,
+        unit_bytes=65536,
         size=0 if kind is Kind.TOMBSTONE else draw(st.integers(1, 300_000)),
         code=Code.RS_CAUCHY if kind is Kind.COLUMN else Code.COPIES,
-    )  # fmt: skip
+    )
     return ColumnHeader(
-        pool_id="p" * 32, key=draw(keys), version=draw(versions), kind=kind,
-        column=draw(st.integers(0, data + parity - 1)), geometry=geometry,
-        devices=tuple(f"d{i}" for i in range(data + parity)), generation=draw(st.integers(0, 99)),
-        created_ms=draw(st.integers(0, 2**50)), metadata=draw(
-            st.dictionaries(st.text("abc", max_size=3), st.integers(0, 9), max_size=2)
-        ),
-    )  # fmt: skip
+        pool_id="p" * 32,
+        key=draw(keys),
+        version=draw(versions),
+        kind=kind,
+        column=draw(st.integers(0, data + parity - 1)),
+        geometry=geometry,
+        devices=tuple(f"d{i}" for i in range(data + parity)),
+        generation=draw(st.integers(0, 99)),
+        created_ms=draw(st.integers(0, 2**50)),
+        metadata=draw(st.dictionaries(st.text("abc", max_size=3), st.integers(0, 9), max_size=2)),
+    )
 
 
 def redigest(page: bytes) -> bytes:
@@ -74,10 +80,21 @@ def test_a_header_survives_its_page(header: ColumnHeader) -> None:
 
 
 FORGERIES: dict[str, object] = {
-    "pool": "q" * 32, "key": "elsewhere", "version": "00000000000000ff-00000000000000ff-00000001",
-    "kind": "t", "column": 0, "data": 1, "parity": 1, "unit": 131072, "size": 77, "code": "copies",
-    "devices": ["evil"], "generation": 1000, "created_ms": 5, "metadata": {"evil": 1},
-}  # fmt: skip
+    "pool": "q" * 32,
+    "key": "elsewhere",
+    "version": "00000000000000ff-00000000000000ff-00000001",
+    "kind": "t",
+    "column": 0,
+    "data": 1,
+    "parity": 1,
+    "unit": 131072,
+    "size": 77,
+    "code": "copies",
+    "devices": ["evil"],
+    "generation": 1000,
+    "created_ms": 5,
+    "metadata": {"evil": 1},
+}
 
 
 def test_every_field_of_the_json_is_in_the_table_of_forgeries() -> None:
@@ -122,13 +139,23 @@ def example(kind: Kind, size: int, key: str = "a/b") -> ColumnHeader:
     """A column with blocks."""
     copies = kind is not Kind.COLUMN
     geometry = Geometry(
-        data=1 if copies else 2, parity=2, unit_bytes=65536, size=size,
+        data=1 if copies else 2,
+        parity=2,
+        unit_bytes=65536,
+        size=size,
         code=Code.COPIES if copies else Code.RS_CAUCHY,
-    )  # fmt: skip
+    )
     return ColumnHeader(
-        pool_id="p" * 32, key=key, version=Version(5, 6), kind=kind, column=1, geometry=geometry,
-        devices=("d",) * geometry.width, generation=1, created_ms=1,
-    )  # fmt: skip
+        pool_id="p" * 32,
+        key=key,
+        version=Version(5, 6),
+        kind=kind,
+        column=1,
+        geometry=geometry,
+        devices=("d",) * geometry.width,
+        generation=1,
+        created_ms=1,
+    )
 
 
 @pytest.mark.parametrize("kind", [Kind.COLUMN, Kind.COPY])
@@ -143,8 +170,12 @@ def test_a_table_is_bound_to_the_key_and_to_its_column(kind: Kind) -> None:
     assert (decode_table(header, raw, where="x", checks=checks) == table).all()
     assert checks.bad_blocks(0, data.data, table) == ()
     assert not (table == header.checks().digests(0, data.data)).any()
-    wrong = [header.checks(OTHER), header.checks(), replace(header, key="c").checks(KEY),
-             replace(header, column=0).checks(KEY)]  # fmt: skip
+    wrong = [
+        header.checks(OTHER),
+        header.checks(),
+        replace(header, key="c").checks(KEY),
+        replace(header, column=0).checks(KEY),
+    ]
     for other in wrong:
         with pytest.raises(IntegrityError):
             decode_table(header, raw, where="x", checks=other)
@@ -179,24 +210,38 @@ def test_a_name_is_good_for_its_pool_key_and_object_alone(
     assert NameTags(KEY, "p", key).admits(name)
     assert name.plain == str(plain)
     others = [
-        (name, OTHER, "p", key), (name, KEY, "q", key), (name, KEY, "p", f"{key}x"),
-        (name, None, "p", key), (plain, KEY, "p", key), (plain, LOST, "p", key),
+        (name, OTHER, "p", key),
+        (name, KEY, "q", key),
+        (name, KEY, "p", f"{key}x"),
+        (name, None, "p", key),
+        (plain, KEY, "p", key),
+        (plain, LOST, "p", key),
         (name._replace(column=column + 1), KEY, "p", key),
         (name._replace(version=version._replace(counter=version.counter + 1)), KEY, "p", key),
-        (name._replace(kind=Kind.COPY if kind is Kind.TOMBSTONE else Kind.TOMBSTONE), KEY, "p",
-         key),
+        (
+            name._replace(kind=Kind.COPY if kind is Kind.TOMBSTONE else Kind.TOMBSTONE),
+            KEY,
+            "p",
+            key,
+        ),
         (name._replace(data=2), KEY, "p", key),
-    ]  # fmt: skip
+    ]
     assert not [row for row in others if NameTags(*row[1:]).admits(row[0])]
     assert NameTags(None, "p", key).admits(plain)
     assert NameTags(LOST, "p", key).admits(name)
 
 
 RECORD = PoolRecord(
-    pool_id="p" * 8, generation=3, nonce="0f", parent="", data=2, parity=1, unit_bytes=65536,
+    pool_id="p" * 8,
+    generation=3,
+    nonce="0f",
+    parent="",
+    data=2,
+    parity=1,
+    unit_bytes=65536,
     members=tuple(Member(device_id=f"d{i}", url=f"/d{i}", domain=f"h{i}") for i in range(3)),
     key_id=KEY.fingerprint("p" * 8),
-)  # fmt: skip
+)
 
 
 def test_a_membership_is_read_with_its_key_alone() -> None:
@@ -215,10 +260,17 @@ def test_a_membership_is_read_with_its_key_alone() -> None:
 def test_no_field_of_a_membership_can_be_forged(field: str) -> None:
     """Another value, the public digest right, the MAC of before."""
     values: dict[str, object] = {
-        "pool_id": "q" * 8, "generation": 9, "nonce": "ff", "parent": "ab", "data": 1, "parity": 2,
-        "unit_bytes": 131072, "members": RECORD.members[:2], "evicted": RECORD.members[:1],
+        "pool_id": "q" * 8,
+        "generation": 9,
+        "nonce": "ff",
+        "parent": "ab",
+        "data": 1,
+        "parity": 2,
+        "unit_bytes": 131072,
+        "members": RECORD.members[:2],
+        "evicted": RECORD.members[:1],
         "spread": 1,
-    }  # fmt: skip
+    }
     mac = json.loads(RECORD.encode(KEY))["mac"]
     forged = json.loads(replace(RECORD, **{field: values[field]}).encode())  # type: ignore[arg-type]
     del forged["digest"]

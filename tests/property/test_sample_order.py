@@ -226,11 +226,16 @@ def test_a_description_tells_orders_apart() -> None:
     """Whatever changes the samples of a position changes the description."""
     subset = SubsetOrder(GlobalOrder(3, 1), np.array([1, 2, 4]), samples=5)
     orders: list[Order] = [
-        SequentialOrder(9), SequentialOrder(8), GlobalOrder(9, 1), GlobalOrder(9, 2),
-        GlobalOrder(8, 1), GlobalOrder(9, 1, table_samples=8), subset,
+        SequentialOrder(9),
+        SequentialOrder(8),
+        GlobalOrder(9, 1),
+        GlobalOrder(9, 2),
+        GlobalOrder(8, 1),
+        GlobalOrder(9, 1, table_samples=8),
+        subset,
         SubsetOrder(GlobalOrder(3, 1), np.array([1, 2, 3]), samples=5),
         SubsetOrder(GlobalOrder(3, 2), np.array([1, 2, 4]), samples=5),
-    ]  # fmt: skip
+    ]
     texts = {str(order.describe()) for order in orders}
     assert len(texts) == len(orders)
 
@@ -288,16 +293,24 @@ def test_shuffled_is_a_permutation_keyed_by_all_its_words(
     found = shuffled(Purpose.MIX, seed=seed, epoch=epoch, part=part, count=count)
     assert is_permutation(found, count)
     if count > 50:
-        for key in ((seed ^ 1 << 40, epoch, part), (seed, epoch ^ 1 << 40, part),
-                    (seed, epoch, part ^ 1 << 40)):  # fmt: skip
+        for key in (
+            (seed ^ 1 << 40, epoch, part),
+            (seed, epoch ^ 1 << 40, part),
+            (seed, epoch, part ^ 1 << 40),
+        ):
             again = shuffled(Purpose.MIX, seed=key[0], epoch=key[1], part=key[2], count=count)
             assert again.tolist() != found.tolist()
         other = shuffled(Purpose.WINDOW, seed=seed, epoch=epoch, part=part, count=count)
         assert other.tolist() != found.tolist()
 
 
-@given(seeds, epochs, st.integers(0, 5) | st.integers(0, 10**15), st.integers(0, 9),
-       st.integers(1, 300))  # fmt: skip
+@given(
+    seeds,
+    epochs,
+    st.integers(0, 5) | st.integers(0, 10**15),
+    st.integers(0, 9),
+    st.integers(1, 300),
+)
 def test_words_may_be_read_from_anywhere(
     seed: int, epoch: int, start: int, skip: int, count: int
 ) -> None:

@@ -32,16 +32,14 @@ KINDS: dict[str, Callable[[int], Order]] = {
     "sequential": SequentialOrder,
     "global": lambda n: GlobalOrder(n, 3),
     "network": lambda n: GlobalOrder(n, 3, table_samples=0),
-    "window": lambda n: WindowOrder(
-        np.minimum(np.arange(0, n + 7, 7), n), 3, window_stripes=4
-    ),
+    "window": lambda n: WindowOrder(np.minimum(np.arange(0, n + 7, 7), n), 3, window_stripes=4),
     "weighted": lambda n: WeightedOrder(np.arange(1, n + 2), n, 3),
     "unique": lambda n: WeightedOrder(np.arange(1, n + 2), n, 3, replacement=False),
     "mixture": lambda n: MixtureOrder(
         [GlobalOrder(n + 1, 1), SequentialOrder(5)], [2, 1], 3, length=n + 3, block=8
     ),
     "subset": lambda n: SubsetOrder(GlobalOrder(n, 1), np.arange(n) * 2, samples=2 * n),
-}  # fmt: skip
+}
 
 
 def world(
@@ -49,10 +47,16 @@ def world(
 ) -> list[Slices]:
     """The slices of all ranks."""
     return [
-        Slices(length=length, batch_size=batch, world_size=ranks, rank=rank,
-               drop_last=drop_last, tail=tail)
+        Slices(
+            length=length,
+            batch_size=batch,
+            world_size=ranks,
+            rank=rank,
+            drop_last=drop_last,
+            tail=tail,
+        )
         for rank in range(ranks)
-    ]  # fmt: skip
+    ]
 
 
 def state_of(order: Order, epoch: int, samples: int) -> dict[str, object]:
@@ -166,8 +170,11 @@ def test_a_cut_run_that_pads_reads_all_and_repeats_the_first_positions(
         assert len(rows) - length < ranks
 
 
-@given(st.sampled_from(sorted(KINDS)), lengths,
-       st.lists(st.tuples(batches, worlds, st.integers(0, 9)), min_size=1, max_size=8))  # fmt: skip
+@given(
+    st.sampled_from(sorted(KINDS)),
+    lengths,
+    st.lists(st.tuples(batches, worlds, st.integers(0, 9)), min_size=1, max_size=8),
+)
 @example("global", 0, [(1, 1, 0)])
 @example("network", 1, [(12, 9, 0)])
 def test_a_run_that_is_cut_reads_what_an_uninterrupted_one_reads(
@@ -259,10 +266,15 @@ def test_wrapped_ranges_are_the_positions_modulo_the_length(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"batch_size": 0}, "batches of 0"), ({"world_size": 0}, "0 ranks"),
-     ({"rank": 2}, "rank 2 of 2"), ({"rank": -1}, "rank -1"), ({"tail": "odd"}, "pad, drop"),
-     ({"length": -1}, "-1 pos")],
-)  # fmt: skip
+    [
+        ({"batch_size": 0}, "batches of 0"),
+        ({"world_size": 0}, "0 ranks"),
+        ({"rank": 2}, "rank 2 of 2"),
+        ({"rank": -1}, "rank -1"),
+        ({"tail": "odd"}, "pad, drop"),
+        ({"length": -1}, "-1 pos"),
+    ],
+)
 def test_slices_that_cannot_be_are_refused(options: dict[str, int], said: str) -> None:
     """By name and number."""
     with pytest.raises(ConfigError, match=said):

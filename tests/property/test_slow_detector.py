@@ -76,8 +76,11 @@ def test_scaling_all_times_changes_no_verdict_but_by_the_floors(
     ]
 
 
-@given(st.integers(5, 12), st.lists(st.lists(st.floats(1.0, 1.49), min_size=12, max_size=12)),
-       st.floats(1e-4, 1.0))  # fmt: skip
+@given(
+    st.integers(5, 12),
+    st.lists(st.lists(st.floats(1.0, 1.49), min_size=12, max_size=12)),
+    st.floats(1e-4, 1.0),
+)
 def test_devices_within_half_again_of_each_other_are_never_slow(
     count: int, rows: list[list[float]], usual: float
 ) -> None:

@@ -109,39 +109,90 @@ def same(one: Any, two: Any) -> bool:
     if isinstance(one, (list, tuple, deque)):
         return len(one) == len(two) and all(map(same, one, two))
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
-        return all(same(getattr(one, f.name), getattr(two, f.name))
-                   for f in dataclasses.fields(one))  # fmt: skip
+        return all(
+            same(getattr(one, f.name), getattr(two, f.name)) for f in dataclasses.fields(one)
+        )
     return bool(one == two)
 
 
 SCALARS = [
-    Colour.RED, Colour.GREEN, Level.LOW, Mode.FAST, Access.READ | Access.WRITE, Access(0),
-    pathlib.Path("a/b"), pathlib.PurePosixPath("/x"), pathlib.PureWindowsPath("c:/x"),
+    Colour.RED,
+    Colour.GREEN,
+    Level.LOW,
+    Mode.FAST,
+    Access.READ | Access.WRITE,
+    Access(0),
+    pathlib.Path("a/b"),
+    pathlib.PurePosixPath("/x"),
+    pathlib.PureWindowsPath("c:/x"),
     datetime.datetime(2026, 11, 28, 9, 5, 7, 123, fold=1),
     datetime.datetime(2026, 3, 1, tzinfo=datetime.UTC),
     datetime.datetime(2026, 3, 1, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")),
     datetime.time(7, 8, tzinfo=datetime.timezone(datetime.timedelta(hours=-3))),
-    datetime.date(2026, 1, 2), datetime.timedelta(days=-1, microseconds=5),
-    zoneinfo.ZoneInfo("Asia/Tokyo"), decimal.Decimal("1.10"), decimal.Decimal("Infinity"),
-    fractions.Fraction(-1, 3), uuid.UUID(int=7), slice(1, None, 2), range(3, 9, 2),
-    complex(-0.0, 2.5), b"\x00\xff", bytearray(b"ab"), torch.Size([2, 3]), torch.bfloat16,
-    torch.device("cuda:1"), torch.channels_last, torch.strided, np.dtype("<i2"),
-    np.float32(1.5), np.float64(0.1), np.int8(-3), np.bool_(True), np.complex64(1 + 2j),
-    np.datetime64("2026-01-02T03:04", "s"), np.timedelta64(5, "D"), np.str_("text"),
-    np.bytes_(b"x"), float("inf"), -0.0, 2**4000, -(2**63), 2**63, None, True, "snowman \u2603",
-]  # fmt: skip
+    datetime.date(2026, 1, 2),
+    datetime.timedelta(days=-1, microseconds=5),
+    zoneinfo.ZoneInfo("Asia/Tokyo"),
+    decimal.Decimal("1.10"),
+    decimal.Decimal("Infinity"),
+    fractions.Fraction(-1, 3),
+    uuid.UUID(int=7),
+    slice(1, None, 2),
+    range(3, 9, 2),
+    complex(-0.0, 2.5),
+    b"\x00\xff",
+    bytearray(b"ab"),
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    torch.device("cuda:1"),
+    torch.channels_last,
+    torch.strided,
+    np.dtype("<i2"),
+    np.float32(1.5),
+    np.float64(0.1),
+    np.int8(-3),
+    np.bool_(True),
+    np.complex64(1 + 2j),
+    np.datetime64("2026-01-02T03:04", "s"),
+    np.timedelta64(5, "D"),
+    np.str_("text"),
+    np.bytes_(b"x"),
+    float("inf"),
+    -0.0,
+    2**4000,
+    -(2**63),
+    2**63,
+    None,
+    True,
+    "snowman \u2603",
+]
 CONTAINERS = [
     {"stream": part_read(b"abc", 2)},
-    Counter({"a": 2, "b": 1}), Counter({7: 1}), OrderedDict([("z", 1), ("a", {"n": 2})]),
-    defaultdict(list, {"a": [1]}), defaultdict(None, {1: 2}), defaultdict(int), deque([1, 2], 5),
-    deque([[1], (2,)]), {1, 2, 3}, frozenset({"a", ("b", 1)}), set(),
-    Frozen("x", (1, 2)), Settings(0.1, pathlib.Path("p"), torch.ones(2), [3]),
-    argparse.Namespace(lr=0.1, out=pathlib.Path("o")), types.SimpleNamespace(a={1: (2,)}),
-    {Colour.RED: 1, Frozen("k", ()): 2}, {"$": 1, "ü": 2}, {1: "a", "1x": "b"},
-    [(1, 2.5), (2, float("nan"))], [[1, 2], [3]], [(1, "a"), (2, "b")], list(range(20)),
-    [1.0, float("inf"), *range(9)], {str(n): n * 0.5 for n in range(20)},
+    Counter({"a": 2, "b": 1}),
+    Counter({7: 1}),
+    OrderedDict([("z", 1), ("a", {"n": 2})]),
+    defaultdict(list, {"a": [1]}),
+    defaultdict(None, {1: 2}),
+    defaultdict(int),
+    deque([1, 2], 5),
+    deque([[1], (2,)]),
+    {1, 2, 3},
+    frozenset({"a", ("b", 1)}),
+    set(),
+    Frozen("x", (1, 2)),
+    Settings(0.1, pathlib.Path("p"), torch.ones(2), [3]),
+    argparse.Namespace(lr=0.1, out=pathlib.Path("o")),
+    types.SimpleNamespace(a={1: (2,)}),
+    {Colour.RED: 1, Frozen("k", ()): 2},
+    {"$": 1, "ü": 2},
+    {1: "a", "1x": "b"},
+    [(1, 2.5), (2, float("nan"))],
+    [[1, 2], [3]],
+    [(1, "a"), (2, "b")],
+    list(range(20)),
+    [1.0, float("inf"), *range(9)],
+    {str(n): n * 0.5 for n in range(20)},
     {"t": (torch.arange(3), [torch.zeros(0)]), "n": np.arange(4.0)},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("value", SCALARS, ids=lambda value: type(value).__name__)
@@ -167,24 +218,32 @@ def test_a_container_comes_back_as_its_type(value: Any) -> None:
     assert RAN == []
 
 
-numbers = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.text(
-    st.characters(codec="utf-8"), max_size=5
-)  # fmt: skip
-keys = st.text(st.characters(codec="utf-8"), max_size=3) | st.integers(-9, 9) | st.sampled_from(
-    list(Colour)
-)  # fmt: skip
+numbers = (
+    st.integers()
+    | st.floats(allow_nan=False)
+    | st.booleans()
+    | st.none()
+    | st.text(st.characters(codec="utf-8"), max_size=5)
+)
+keys = (
+    st.text(st.characters(codec="utf-8"), max_size=3)
+    | st.integers(-9, 9)
+    | st.sampled_from(list(Colour))
+)
 scalars = numbers | st.sampled_from([v for v in SCALARS if v.__hash__ is not None])
 nested = st.recursive(
     scalars,
     lambda inner: st.one_of(
-        st.lists(inner, max_size=12), st.lists(inner, max_size=3).map(tuple),
-        st.lists(inner, max_size=3).map(deque), st.dictionaries(keys, inner, max_size=4),
+        st.lists(inner, max_size=12),
+        st.lists(inner, max_size=3).map(tuple),
+        st.lists(inner, max_size=3).map(deque),
+        st.dictionaries(keys, inner, max_size=4),
         st.dictionaries(keys, inner, max_size=4).map(OrderedDict),
         st.builds(lambda a, b: Settings(a, b), inner, inner),
         st.lists(st.tuples(numbers, numbers), max_size=12),
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @given(nested)
@@ -214,9 +273,7 @@ def test_a_class_that_is_not_loaded_is_not_imported() -> None:
     nothing = Decoding(tensor=dict[str, torch.Tensor]().__getitem__)
     with pytest.raises(CheckpointError, match="Import its module first"):
         decode_tree(tree, nothing)
-    shown = decode_tree(
-        tree, dataclasses.replace(nothing, classes=Classes(strict=False))
-    )  # fmt: skip
+    shown = decode_tree(tree, dataclasses.replace(nothing, classes=Classes(strict=False)))
     assert isinstance(shown, StandIn)
     assert shown.value == {"name": "x", "sizes": (1,)}
     assert "antigravity" not in sys.modules
@@ -250,10 +307,11 @@ def test_what_no_restore_would_find_is_refused_when_it_is_saved() -> None:
     with_more = Settings(1.0, pathlib.Path())
     with_more.added = 1  # type: ignore[attr-defined]
     for value, says in (
-        (Local(1), "no restore would find it"), (Failure(1), "not all of it"),
+        (Local(1), "no restore would find it"),
+        (Failure(1), "not all of it"),
         (with_more, "no field of it"),
         (datetime.datetime(2026, 1, 1, tzinfo=Zone()), "whose rules no checkpoint can hold"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(CheckpointError, match=says):
             encode_tree({"v": value}, "", CollectedTensors())
     del globals()["Failure"]
@@ -275,21 +333,29 @@ def test_a_field_that_was_added_since_gets_its_default() -> None:
 @pytest.mark.parametrize(
     "node",
     [
-        {"$": "fraction", "v": ["1", "0"]}, {"$": "decimal", "v": "x"}, {"$": "uuid", "v": "1"},
-        {"$": "timedelta", "v": [10**12, 0, 0]}, {"$": "zone", "v": "../../etc/passwd"},
-        {"$": "datetime", "v": "x", "zone": None, "fold": 0}, {"$": "device", "v": "moon"},
-        {"$": "scalar", "dtype": "O", "v": "00"}, {"$": "numpy dtype", "v": "O"},
+        {"$": "fraction", "v": ["1", "0"]},
+        {"$": "decimal", "v": "x"},
+        {"$": "uuid", "v": "1"},
+        {"$": "timedelta", "v": [10**12, 0, 0]},
+        {"$": "zone", "v": "../../etc/passwd"},
+        {"$": "datetime", "v": "x", "zone": None, "fold": 0},
+        {"$": "device", "v": "moon"},
+        {"$": "scalar", "dtype": "O", "v": "00"},
+        {"$": "numpy dtype", "v": "O"},
         {"$": "torch generator", "device": "cpu", "v": "AAAA"},
         {"$": "random", "v": [3, [1], None]},
         {"$": "numpy generator", "v": {"bit_generator": "os"}},
-        {"$": "tuple", "type": "slice", "v": [1]}, {"$": "tuple", "type": "other", "v": []},
-        {"$": "dict", "type": "other", "v": []}, {"$": "tuple", "type": "set", "v": [[1]]},
+        {"$": "tuple", "type": "slice", "v": [1]},
+        {"$": "tuple", "type": "other", "v": []},
+        {"$": "dict", "type": "other", "v": []},
+        {"$": "tuple", "type": "set", "v": [[1]]},
         {"$": "tuple", "type": "range", "v": [0, 1, 0]},
-        {"$": "dict", "type": "Namespace", "v": [[1, 2]]}, {"$": "enum", "class": 7, "v": "RED"},
+        {"$": "dict", "type": "Namespace", "v": [[1, 2]]},
+        {"$": "enum", "class": 7, "v": "RED"},
         {"$": "tuple", "type": "deque", "maxlen": -1, "v": []},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_bytes_of_an_enemy_are_an_error_of_ours(node: Any) -> None:
     """No error of Python's, no code that runs, no memory that a number asks for."""
     with pytest.raises((IntegrityError, CheckpointError)):
@@ -299,19 +365,23 @@ def test_bytes_of_an_enemy_are_an_error_of_ours(node: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: torch.Generator().manual_seed(5), lambda: random.Random(5),
-        lambda: np.random.default_rng(5), lambda: np.random.Generator(np.random.MT19937(5)),
-        lambda: np.random.Generator(np.random.Philox(5)), lambda: np.random.RandomState(5),
+        lambda: torch.Generator().manual_seed(5),
+        lambda: random.Random(5),
+        lambda: np.random.default_rng(5),
+        lambda: np.random.Generator(np.random.MT19937(5)),
+        lambda: np.random.Generator(np.random.Philox(5)),
+        lambda: np.random.RandomState(5),
     ],
-)  # fmt: skip
+)
 def test_a_source_of_random_numbers_goes_on_where_it_stood(make: Any) -> None:
     """Also in the middle of its block of numbers."""
 
     def draw(source: Any) -> list[float]:
         if isinstance(source, torch.Generator):
             return torch.rand(7, generator=source).tolist()
-        return [source.normal() if hasattr(source, "normal") else source.gauss(0, 1)
-                for _ in range(7)]  # fmt: skip
+        return [
+            source.normal() if hasattr(source, "normal") else source.gauss(0, 1) for _ in range(7)
+        ]
 
     source = make()
     draw(source)

@@ -115,10 +115,16 @@ def test_what_a_caller_does_to_its_indices_stays_with_it() -> None:
 
 @pytest.mark.parametrize(
     ("values", "said"),
-    [([1.0, -1.0], "weight 1 is -1.0"), ([math.nan], "weight 0 is nan"), ([1, math.inf], "inf"),
-     ([0.0, 0.0], "nothing to draw from"), ([], "nothing to draw from"), ([[1.0]], "shape"),
-     ([5e-324, 1.0], "weight 0 is 5e-324, beside one of 1.0")],
-)  # fmt: skip
+    [
+        ([1.0, -1.0], "weight 1 is -1.0"),
+        ([math.nan], "weight 0 is nan"),
+        ([1, math.inf], "inf"),
+        ([0.0, 0.0], "nothing to draw from"),
+        ([], "nothing to draw from"),
+        ([[1.0]], "shape"),
+        ([5e-324, 1.0], "weight 0 is 5e-324, beside one of 1.0"),
+    ],
+)
 def test_bad_weights_are_named(values: list[float], said: str) -> None:
     """Which one, and what it is."""
     with pytest.raises(ConfigError, match=said):
@@ -134,7 +140,10 @@ def test_more_draws_than_samples_are_refused_without_replacement() -> None:
 def test_a_description_tells_weights_apart() -> None:
     """Weights, draws, seed and replacement."""
     orders = [
-        WeightedOrder([1, 2], 2, 0), WeightedOrder([1, 3], 2, 0), WeightedOrder([1, 2], 1, 0),
-        WeightedOrder([1, 2], 2, 1), WeightedOrder([1, 2], 2, 0, replacement=False),
-    ]  # fmt: skip
+        WeightedOrder([1, 2], 2, 0),
+        WeightedOrder([1, 3], 2, 0),
+        WeightedOrder([1, 2], 1, 0),
+        WeightedOrder([1, 2], 2, 1),
+        WeightedOrder([1, 2], 2, 0, replacement=False),
+    ]
     assert len({str(order.describe()) for order in orders}) == len(orders)

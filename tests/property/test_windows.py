@@ -61,8 +61,10 @@ def test_an_epoch_is_a_permutation_of_whole_windows(
         for position in (window.start, window.stop - 1):
             again = order.window_of(epoch, position)
             assert (again.number, again.start, again.stop) == (
-                window.number, window.start, window.stop,
-            )  # fmt: skip
+                window.number,
+                window.start,
+                window.stop,
+            )
     used = [int(s) for window in windows for s in window.stripes]
     assert sorted(used) == [s for s, count in enumerate(samples) if count]
 
@@ -181,9 +183,10 @@ def test_a_description_tells_windows_apart() -> None:
     """Stripes, seed, largest and first window."""
     stripes = np.arange(0, 101, 10)
     orders = [
-        WindowOrder(stripes, 1, window_stripes=4), WindowOrder(stripes, 2, window_stripes=4),
+        WindowOrder(stripes, 1, window_stripes=4),
+        WindowOrder(stripes, 2, window_stripes=4),
         WindowOrder(stripes, 1, window_stripes=5),
         WindowOrder(stripes, 1, window_stripes=4, first=2),
         WindowOrder(np.arange(0, 101, 20), 1, window_stripes=4),
-    ]  # fmt: skip
+    ]
     assert len({str(order.describe()) for order in orders}) == len(orders)

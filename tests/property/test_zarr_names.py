@@ -37,11 +37,15 @@ def test_every_object_of_a_data_set_is_known_by_its_key(name: str, number: int) 
     """Whatever its name; none is taken for a chunk, and its name is among those it may lie in."""
     nonce = "0123456789abcdef"
     for key in (
-        keys.manifest_key(name), keys.journal_key(name), keys.part_key(name, (number, 1000)),
-        keys.shard_key(name, nonce, 1, number), keys.side_key(name, nonce, 1, number),
-        keys.pages_key(name, nonce, 1), keys.column_key(name, nonce, keys.ORDER, number),
+        keys.manifest_key(name),
+        keys.journal_key(name),
+        keys.part_key(name, (number, 1000)),
+        keys.shard_key(name, nonce, 1, number),
+        keys.side_key(name, nonce, 1, number),
+        keys.pages_key(name, nonce, 1),
+        keys.column_key(name, nonce, keys.ORDER, number),
         keys.column_key(name, nonce, "3", number),
-    ):  # fmt: skip
+    ):
         assert keys.dataset_of(key) == name
         assert not is_chunk(key)
         assert name in names_within(key)

@@ -17,8 +17,10 @@ POINTS = ("updated", "voted", "staged", "written", "planned", "published")
 """Behind the optimizer's step; behind the vote; behind save(), which has staged; when this rank's
 segment is put; on rank 0, which commits: before the manifest's put, and behind it."""
 _LINES = {
-    "written": ("commit", False), "planned": ("_manifest", True), "published": ("_publish", True),
-}  # fmt: skip
+    "written": ("commit", False),
+    "planned": ("_manifest", True),
+    "published": ("_publish", True),
+}
 
 
 def die() -> None:

@@ -39,14 +39,19 @@ class Part(nn.Module):
 def write_samples(pool: hpstore.Pool) -> None:
     """Data set "samples": vectors x and y, and the number of each."""
     rng = np.random.default_rng(1)
-    fields = {"x": Field("float32", (WIDTH,)), "y": Field("float32", (WIDTH,)),
-              "id": Field("int64", ())}  # fmt: skip
+    fields = {
+        "x": Field("float32", (WIDTH,)),
+        "y": Field("float32", (WIDTH,)),
+        "id": Field("int64", ()),
+    }
     with DatasetWriter(pool, "samples", fields) as writer:
-        writer.write_batch({
-            "x": rng.standard_normal((SAMPLES, WIDTH), np.float32),
-            "y": rng.standard_normal((SAMPLES, WIDTH), np.float32),
-            "id": np.arange(SAMPLES),
-        })  # fmt: skip
+        writer.write_batch(
+            {
+                "x": rng.standard_normal((SAMPLES, WIDTH), np.float32),
+                "y": rng.standard_normal((SAMPLES, WIDTH), np.float32),
+                "id": np.arange(SAMPLES),
+            }
+        )
 
 
 def squared(out: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
@@ -115,9 +120,16 @@ class Side:
 
 
 def build(
-    pool: hpstore.Pool, name: str, *, microbatches: int = 4, rows: int = ROWS, replicas: int = 1,
-    prefix: str | None = "run", part: Callable[[int, int], nn.Module] = Part, **options: Any,
-) -> Trainer:  # fmt: skip
+    pool: hpstore.Pool,
+    name: str,
+    *,
+    microbatches: int = 4,
+    rows: int = ROWS,
+    replicas: int = 1,
+    prefix: str | None = "run",
+    part: Callable[[int, int], nn.Module] = Part,
+    **options: Any,
+) -> Trainer:
     """This rank of a pipeline over all ranks, or of one of several. `prefix`: None saves nothing.
     `rows`: samples of a micro-batch. `options`: of PipelineHooks. Collective."""
     side = Side.of(replicas)
@@ -144,9 +156,15 @@ def build(
 
         options["before_optimizer"] = average
     hooks = PipelineHooks(
-        checkpointer, loader, stages=mine, num_stages=count, inputs=noted("x"),
-        target=noted("y"), group=side.pipeline, **options,
-    )  # fmt: skip
+        checkpointer,
+        loader,
+        stages=mine,
+        num_stages=count,
+        inputs=noted("x"),
+        target=noted("y"),
+        group=side.pipeline,
+        **options,
+    )
     cuts = [LAYERS * n // count for n in range(count + 1)]
     kind = hooks.wrap_stage(PipelineStage)
     stages += [

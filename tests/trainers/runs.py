@@ -47,9 +47,16 @@ class Run:
         self.attempts = 0
 
     def go(
-        self, world: int, schedule: str, until: int, *, death: str = "",
-        killed: tuple[int, ...] = (), settle: bool = False, **options: Any,
-    ) -> int:  # fmt: skip
+        self,
+        world: int,
+        schedule: str,
+        until: int,
+        *,
+        death: str = "",
+        killed: tuple[int, ...] = (),
+        settle: bool = False,
+        **options: Any,
+    ) -> int:
         """Train up to a step, or until the ranks in `killed` have died; the step it began at.
 
         It must be the newest committed one, on all ranks. All commits have the keys of the model.
@@ -57,8 +64,19 @@ class Run:
         """
         committed = self.committed()
         attempt, self.attempts = self.attempts, self.attempts + 1
-        launch(self.directory, world, train, self.name, attempt, schedule, until, death, settle,
-               json.dumps(options), killed=killed)  # fmt: skip
+        launch(
+            self.directory,
+            world,
+            train,
+            self.name,
+            attempt,
+            schedule,
+            until,
+            death,
+            settle,
+            json.dumps(options),
+            killed=killed,
+        )
         starts = {rows[0]["start"] for rows in self._logs(attempt)}
         assert starts == {committed[-1] if committed else 0}
         self.require_keys()
@@ -186,9 +204,17 @@ def require_same_losses(
 
 
 def train(
-    rank: int, world: int, directory: Path, run: str, attempt: int, schedule: str, until: int,
-    death: str, settle: bool, options: str,
-) -> None:  # fmt: skip
+    rank: int,
+    world: int,
+    directory: Path,
+    run: str,
+    attempt: int,
+    schedule: str,
+    until: int,
+    death: str,
+    settle: bool,
+    options: str,
+) -> None:
     """Train up to a step. With a `death` one process dies there, the others end then."""
     with open_pool(directory) as pool:
         trainer = build(pool, schedule, prefix=run, **json.loads(options))
@@ -220,9 +246,15 @@ def keep_on(trainer: Trainer, until: int, path: Path, *, settle: bool = False) -
         for step in range(start, until):
             trainer.seen.clear()
             record = hooks.step(trainer.schedule, trainer.optimizer)
-            write(step=step, loss=record.loss, ids=list(trainer.seen), first=0 in hooks.stages,
-                  last=hooks.num_stages - 1 in hooks.stages, rows=trainer.loader.batch_size,
-                  ledger=hooks.ledger.to_dict() if trainer.seen else None)  # fmt: skip
+            write(
+                step=step,
+                loss=record.loss,
+                ids=list(trainer.seen),
+                first=0 in hooks.stages,
+                last=hooks.num_stages - 1 in hooks.stages,
+                rows=trainer.loader.batch_size,
+                ledger=hooks.ledger.to_dict() if trainer.seen else None,
+            )
             if hooks.completed % EVERY == 0:
                 hooks.save()
                 if settle:

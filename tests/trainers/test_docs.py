@@ -34,8 +34,11 @@ def test_the_examples_run(
     space["pool"].close()  # type: ignore[attr-defined]
     printed = capsys.readouterr().out
     for line in (
-        "lightning 4 12", "trainer [5] [5, 10]", "accelerate 2", "torch_checkpointing ['model']",
-    ):  # fmt: skip
+        "lightning 4 12",
+        "trainer [5] [5, 10]",
+        "accelerate 2",
+        "torch_checkpointing ['model']",
+    ):
         assert line in printed
     assert not list(tmp_path.glob("out/checkpoint-*"))
     assert not list(tmp_path.glob("step-*"))

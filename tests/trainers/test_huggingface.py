@@ -38,9 +38,14 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 def tiny() -> Any:
     """A two-layer GPT-2 with tied embeddings and dropout."""
     config = transformers.GPT2Config(
-        vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0,
+        vocab_size=50,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
         eos_token_id=0,
-    )  # fmt: skip
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -51,10 +56,18 @@ def rows() -> list[dict[str, torch.Tensor]]:
 
 def trainer(folder: Path, callback: PoolTrainerCallback, steps: int, **options: Any) -> Any:
     args = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, logging_steps=1,
-        save_steps=4, use_cpu=True, report_to=[], seed=11, disable_tqdm=True,
-        dataloader_pin_memory=False, **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        save_steps=4,
+        use_cpu=True,
+        report_to=[],
+        seed=11,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
     transformers.set_seed(11)
     return transformers.Trainer(model=tiny(), args=args, train_dataset=rows(), callbacks=[callback])
 
@@ -180,9 +193,10 @@ def test_sigterm_stops_after_a_step_that_is_saved(
             run.add_callback(Terminate())
             with pytest.raises(Preempted, match="step 3 is saved"):
                 run.train()
-        with hpstore.open(tmp_path / "pool.toml") as other, PoolTrainerCallback(
-            other, "run"
-        ) as callback:  # fmt: skip
+        with (
+            hpstore.open(tmp_path / "pool.toml") as other,
+            PoolTrainerCallback(other, "run") as callback,
+        ):
             assert callback.checkpoints.steps() == [3]
             again = trainer(tmp_path / "b", callback, 5)
             again.train(resume_from_checkpoint=callback.resume_folder(tmp_path / "scratch"))

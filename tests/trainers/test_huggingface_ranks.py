@@ -72,10 +72,12 @@ def train(
             return
         callback.close()
     found = {
-        "losses": losses(run), "model": run.model.state_dict(),
-        "optimizer": run.optimizer.state_dict(), "step": run.state.global_step,
+        "losses": losses(run),
+        "model": run.model.state_dict(),
+        "optimizer": run.optimizer.state_dict(),
+        "step": run.state.global_step,
         "folder": folder or "",
-    }  # fmt: skip
+    }
     torch.save(found, directory / f"{prefix}-{rank}.pt")
 
 

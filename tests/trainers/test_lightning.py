@@ -66,10 +66,17 @@ def batches() -> torch.utils.data.DataLoader[torch.Tensor]:
 
 def trainer(io: PoolCheckpointIO, folder: Path, *callbacks: object, epochs: int = 4) -> Any:
     return lightning.Trainer(
-        max_epochs=epochs, accelerator="cpu", devices=1, logger=False, plugins=[io],
-        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-        default_root_dir=folder, log_every_n_steps=1,
-    )  # fmt: skip
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        plugins=[io],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        log_every_n_steps=1,
+    )
 
 
 def same(one: Any, two: Any) -> bool:
@@ -337,8 +344,9 @@ def test_ls_shows_lightnings_steps_and_names(
         rows = json.loads(cli.run("checkpoint", "ls", toml, "run", "--json"))
         assert [row["global_step"] for row in rows] == [6, 12]
         assert [row["name"] for row in rows] == [
-            "under/c/epoch=0-step=6.ckpt", "under/c/epoch=1-step=12.ckpt"
-        ]  # fmt: skip
+            "under/c/epoch=0-step=6.ckpt",
+            "under/c/epoch=1-step=12.ckpt",
+        ]
         _, headings, _, first, *_ = cli.run("checkpoint", "ls", toml, "run").splitlines()
         assert re.findall(r"\w+", headings)[:3] == ["step", "name", "save"]
         assert "under/c/epoch=0-step=6.ckpt" in first

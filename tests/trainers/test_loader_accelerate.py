@@ -123,8 +123,13 @@ def gathered(made: Any, loader: DataLoader) -> list[int]:
 
 
 def two_ranks(rank: int, world: int, directory: Path) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29511",
+    )
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
         early = DataLoader(data, **OPTIONS)

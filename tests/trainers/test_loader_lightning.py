@@ -72,10 +72,15 @@ def directory(tmp_path: Path) -> Path:
 
 def trainer(folder: Path, *callbacks: Any, **options: Any) -> Any:
     return lightning.Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=list(callbacks), default_root_dir=folder, num_sanity_val_steps=0,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
         **{"devices": 1, "max_epochs": 3, **options},
-    )  # fmt: skip
+    )
 
 
 def expected(data: Dataset, epochs: int, **place: int) -> list[tuple[int, list[int]]]:
@@ -123,8 +128,13 @@ def test_prediction_rebuilds_the_loader_and_loses_nothing(directory: Path) -> No
 
 def two_ranks(rank: int, world: int, directory: Path, early: bool) -> None:
     """One process of a fit with DDP."""
-    os.environ.update(NODE_RANK="0", LOCAL_RANK=str(rank), WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")  # fmt: skip
+    os.environ.update(
+        NODE_RANK="0",
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29512",
+    )
     warnings.simplefilter("ignore")
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
@@ -132,9 +142,13 @@ def two_ranks(rank: int, world: int, directory: Path, early: bool) -> None:
         if early:
             torch.distributed.destroy_process_group()
         run_and_resume(
-            data, directory / f"both-{early}", lambda: DataLoader(data, **OPTIONS),
-            devices=world, strategy="ddp", place={"rank": rank, "world_size": world},
-        )  # fmt: skip
+            data,
+            directory / f"both-{early}",
+            lambda: DataLoader(data, **OPTIONS),
+            devices=world,
+            strategy="ddp",
+            place={"rank": rank, "world_size": world},
+        )
         module = Seen()
 
         def evaluation() -> DataLoader:
@@ -163,11 +177,20 @@ def test_rebuilding_from_public_attributes_gives_the_same_loader(directory: Path
     with open_pool(directory) as pool:
         data = Dataset(pool, "a")
         given: dict[str, Any] = {
-            "shuffle": "window", "num_workers": 2, "drop_last": True, "prefetch_factor": 3,
-            "seed": 7, "cache": 0, "memory": MEMORY, "gpu": GpuTransfer(arena_bytes="1MiB"),
+            "shuffle": "window",
+            "num_workers": 2,
+            "drop_last": True,
+            "prefetch_factor": 3,
+            "seed": 7,
+            "cache": 0,
+            "memory": MEMORY,
+            "gpu": GpuTransfer(arena_bytes="1MiB"),
             "rank": 1,
-            "world_size": 2, "tail": "drop", "on_error": "skip", "batch_size": 3,
-        }  # fmt: skip
+            "world_size": 2,
+            "tail": "drop",
+            "on_error": "skip",
+            "batch_size": 3,
+        }
         loader = DataLoader(data, **given)
         names = inspect.signature(DataLoader.__init__).parameters.keys() - {"self"}
         kept = {name: getattr(loader, name) for name in names}

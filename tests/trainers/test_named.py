@@ -76,9 +76,11 @@ def test_a_save_is_old_or_new_at_every_crash_point(
         with NamedCheckpoints(pool, prefix) as again:
             found = numbers(again)
             assert found in (
-                {"a": 0, "b": 1, "c": 2}, {"a": 0, "b": 7, "c": 2}, {"a": 0, "b": 7},
+                {"a": 0, "b": 1, "c": 2},
+                {"a": 0, "b": 7, "c": 2},
+                {"a": 0, "b": 7},
                 {"a": 0, "b": 7, "d": 8},
-            )  # fmt: skip
+            )
             again.save("next", state(9))
             again.wait()
             assert numbers(again) == {**found, "next": 9}
@@ -177,9 +179,13 @@ def test_a_name_that_means_another_checkpoint_is_not_loaded(pool: Pool) -> None:
 def test_objects_that_would_come_back_as_their_state_are_refused(pool: Pool) -> None:
     """By where they are; other types are taken, or refused, by the Checkpointer."""
     refuse_states(
-        {"a": [1, 2.5, None, True, "s", b"b", 1j, (torch.ones(1), np.ones(1), np.float32(1))],
-         3: {(1, 2): torch.float16}, "c": collections.OrderedDict(x=torch.Size([1]))}, "x",
-    )  # fmt: skip
+        {
+            "a": [1, 2.5, None, True, "s", b"b", 1j, (torch.ones(1), np.ones(1), np.float32(1))],
+            3: {(1, 2): torch.float16},
+            "c": collections.OrderedDict(x=torch.Size([1])),
+        },
+        "x",
+    )
     model = torch.nn.Linear(1, 1)
     for wrong in (model, torch.optim.SGD(model.parameters(), 0.1)):
         for value in ([wrong], (wrong,), collections.deque([wrong])):

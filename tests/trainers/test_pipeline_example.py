@@ -22,8 +22,22 @@ from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH, STEPS = 16, 8
-SMALL = ["--layers", "4", "--width", "32", "--length", str(LENGTH), "--rows", "2",
-         "--microbatches", "4", "--checkpoint-every", "2", "--steps", str(STEPS)]  # fmt: skip
+SMALL = [
+    "--layers",
+    "4",
+    "--width",
+    "32",
+    "--length",
+    str(LENGTH),
+    "--rows",
+    "2",
+    "--microbatches",
+    "4",
+    "--checkpoint-every",
+    "2",
+    "--steps",
+    str(STEPS),
+]
 pytestmark = pytest.mark.skipif(
     not LONG,
     reason="five starts of torchrun take a minute: HPSTORE_LONG_TESTS=1",
@@ -37,9 +51,10 @@ def directory(tmp_path: Path) -> Path:
     text = np.random.default_rng(0).integers(0, 64, (400, LENGTH + 1), dtype=np.uint8)
     with (
         open_pool(tmp_path) as pool,
-        DatasetWriter(pool, f"python-stdlib-{LENGTH}", {"tokens": Field("uint8", (LENGTH + 1,))}) as
-        writer,
-    ):  # fmt: skip
+        DatasetWriter(
+            pool, f"python-stdlib-{LENGTH}", {"tokens": Field("uint8", (LENGTH + 1,))}
+        ) as writer,
+    ):
         writer.write_batch({"tokens": text})
     return tmp_path
 
@@ -50,13 +65,32 @@ def torchrun(
 ) -> Iterator[subprocess.Popen[str]]:
     """The example on `world` processes, and its output."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-        str(world), "--max-restarts", str(restarts), "--monitor-interval", "0.1",
-        str(ROOT / "examples" / "pipeline.py"), "--pool", str(directory / "pool.toml"),
-        "--prefix", run, "--events", str(directory / f"{run}.jsonl"), *SMALL, *more,
-    ]  # fmt: skip
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-               "PYTHONPATH": str(ROOT)}  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        "--max-restarts",
+        str(restarts),
+        "--monitor-interval",
+        "0.1",
+        str(ROOT / "examples" / "pipeline.py"),
+        "--pool",
+        str(directory / "pool.toml"),
+        "--prefix",
+        run,
+        "--events",
+        str(directory / f"{run}.jsonl"),
+        *SMALL,
+        *more,
+    ]
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONPATH": str(ROOT),
+    }
     process = subprocess.Popen(
         command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -95,8 +129,9 @@ def losses(directory: Path, run: str) -> dict[int, Any]:
     rows = [json.loads(line) for line in (directory / f"{run}.jsonl").read_text().splitlines()]
     return {
         row["step"]: (row["loss"], row["samples"], row["digest"])
-        for row in rows if row["event"] == "step"
-    }  # fmt: skip
+        for row in rows
+        if row["event"] == "step"
+    }
 
 
 def test_killed_twice_and_resumed_with_one_stage(directory: Path) -> None:

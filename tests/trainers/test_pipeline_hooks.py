@@ -119,9 +119,13 @@ def copied(pool: hpstore.Pool, snapshot: str) -> None:
     """What is copied when, and that it is whole before the optimizer."""
     meeting = Meeting()
     trainer = build(
-        pool, "gpipe", prefix=snapshot, snapshot=snapshot, every=1,
+        pool,
+        "gpipe",
+        prefix=snapshot,
+        snapshot=snapshot,
+        every=1,
         before_optimizer=meeting.arm if snapshot == "bubbles" else None,
-    )  # fmt: skip
+    )
     hooks = trainer.hooks
     if snapshot == "bubbles":
         meeting.of(hooks.gate, trainer.stages[0].submod)
@@ -223,9 +227,13 @@ def gradients(rank: int, world: int, directory: Path) -> None:
     pool = open_pool(directory)
     norms: list[float] = []
     trainer: Trainer = build(
-        pool, "gpipe", prefix="scaled", part=Normed, microbatches=2,
+        pool,
+        "gpipe",
+        prefix="scaled",
+        part=Normed,
+        microbatches=2,
         before_optimizer=lambda: norms.append(trainer.hooks.clip_grad_norm(1e-3)),
-    )  # fmt: skip
+    )
     hooks = trainer.hooks
     trainer.schedule._loss_fn = hooks.loss(trainer.schedule._loss_fn)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1000)
@@ -294,10 +302,15 @@ def replicas(rank: int, world: int, directory: Path) -> None:
     loader = DataLoader(Dataset(pool, "samples"), batch_size=ROWS, drop_last=True)
     checkpointer = Checkpointer(pool, "replicas")
     hooks = PipelineHooks(
-        checkpointer, loader, stages=[0], num_stages=1, group=groups[rank], every=1,
+        checkpointer,
+        loader,
+        stages=[0],
+        num_stages=1,
+        group=groups[rank],
+        every=1,
         inputs=noted,
         target="y",
-    )  # fmt: skip
+    )
     assert (hooks.place.replica, hooks.place.replicas) == (rank, 2)
     stage = hooks.wrap_stage(PipelineStage)(
         Part(0, LAYERS), 0, 1, torch.device("cpu"), group=groups[rank]

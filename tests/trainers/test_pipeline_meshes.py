@@ -55,9 +55,15 @@ class Blocks(nn.Module):
 
 # Any: GradScalers, meshes and options have no public types
 def trained(
-    directory: Path, ranks: DeviceMesh | None, prefix: str | None, *, scaler: Any = None,
-    loader_mesh: Any = None, spoilt: bool = False, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
+    directory: Path,
+    ranks: DeviceMesh | None,
+    prefix: str | None,
+    *,
+    scaler: Any = None,
+    loader_mesh: Any = None,
+    spoilt: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
     """Some steps of this rank; losses, samples, norms, and where it takes itself to stand."""
     pool = open_pool(directory)
     stage, count = (0, 1) if ranks is None else (ranks.get_local_rank("pp"), ranks["pp"].size())
@@ -74,13 +80,20 @@ def trained(
     )
     checkpointer = None if prefix is None else Checkpointer(pool, prefix)
     hooks = PipelineHooks(
-        checkpointer, loader, stages=[stage], num_stages=count, inputs=noted, target="y",
-        before_optimizer=lambda: norms.append(hooks.clip_grad_norm(NORM)), **options,
-    )  # fmt: skip
+        checkpointer,
+        loader,
+        stages=[stage],
+        num_stages=count,
+        inputs=noted,
+        target="y",
+        before_optimizer=lambda: norms.append(hooks.clip_grad_norm(NORM)),
+        **options,
+    )
     part = Blocks(
-        LAYERS * stage // count, LAYERS * (stage + 1) // count,
+        LAYERS * stage // count,
+        LAYERS * (stage + 1) // count,
         None if ranks is None else ranks["tp"],
-    )  # fmt: skip
+    )
     built = hooks.wrap_stage(PipelineStage)(part, stage, count, torch.device("cpu"), group=group)
     loss = squared if scaler is None else hooks.loss(squared)
     schedule = make_schedule("gpipe", [built], 4, loss)
@@ -96,10 +109,14 @@ def trained(
         if checkpointer is not None:
             hooks.save().result()
         return {
-            "losses": losses, "seen": seen[: STEPS * 4 * ROWS], "norms": norms, "start": start,
-            "ledger": hooks.ledger.samples, "place": [hooks.place.replica, hooks.place.replicas],
+            "losses": losses,
+            "seen": seen[: STEPS * 4 * ROWS],
+            "norms": norms,
+            "start": start,
+            "ledger": hooks.ledger.samples,
+            "place": [hooks.place.replica, hooks.place.replicas],
             "skipped": hooks.counters["steps_skipped_by_scaler_total"],
-        }  # fmt: skip
+        }
     finally:
         hooks.close()
         if checkpointer is not None:
@@ -119,8 +136,10 @@ def in_mesh(rank: int, world: int, directory: Path) -> None:
     wanted = json.loads((directory / "alone-one.json").read_text())
     group = mesh.get_group("pp")
     told: list[dict[str, Any]] = [
-        {"mesh": mesh}, {"group": group, "loader_mesh": mesh}, {"group": group, "mesh": mesh},
-    ]  # fmt: skip
+        {"mesh": mesh},
+        {"group": group, "loader_mesh": mesh},
+        {"group": group, "mesh": mesh},
+    ]
     for n, options in enumerate(told):
         found = trained(directory, mesh, f"mesh{n}", **options)
         assert found["place"] == [0, 1]

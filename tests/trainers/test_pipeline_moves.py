@@ -29,8 +29,9 @@ def alone(pool: Pool, prefix: str, until: int, net: nn.Module | None = None) -> 
     torch.manual_seed(0)
     net = Part(0, LAYERS) if net is None else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    loader = DataLoader(Dataset(pool, "samples"), batch_size=8, shuffle=True, drop_last=True,
-                        rank=0, world_size=1)  # fmt: skip
+    loader = DataLoader(
+        Dataset(pool, "samples"), batch_size=8, shuffle=True, drop_last=True, rank=0, world_size=1
+    )
     losses = []
     with Checkpointer(pool, prefix, group="alone") as ckpt:
         state = {"model": net, "optimizer": optimizer, "loader": loader}

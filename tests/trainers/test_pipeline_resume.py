@@ -129,9 +129,12 @@ def test_death_anywhere_in_a_step_loses_nothing(prepared: Path, name: str, snaps
     whole.go(2, name, STEPS, **options)
     last = (2 if name in ONE_STAGE else 4) - 1
     for step, stage, kinds, microbatch in (
-        (2, 0, "F", 0), (4, last, "BI", 3), (7, last // 2, "BI", 1), (8, last, "F", 2),
+        (2, 0, "F", 0),
+        (4, last, "BI", 3),
+        (7, last // 2, "BI", 1),
+        (8, last, "F", 2),
         (11, 0, "BIW", 3),
-    ):  # fmt: skip
+    ):
         victim = next(rank for rank in range(2) if stage in stages_of(name, rank, 2))
         death = f"{step} {stage} {kinds} {microbatch}"
         run.go(2, name, STEPS, death=death, killed=(victim,), **options)

@@ -47,8 +47,9 @@ def mask_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 def masked(rank: int, world: int, directory: Path) -> None:
     """Three stages; the mask follows from the samples, or is the caller's."""
     pool = open_pool(directory)
-    loader = DataLoader(Dataset(pool, "samples"), batch_size=8, shuffle=True, drop_last=True,
-                        rank=0, world_size=1)  # fmt: skip
+    loader = DataLoader(
+        Dataset(pool, "samples"), batch_size=8, shuffle=True, drop_last=True, rank=0, world_size=1
+    )
     batch = next(iter(loader))
     loader.close()
     wanted = squared(Masked(0, LAYERS)(batch["x"], mask_of(batch)), batch["y"]).item()
@@ -300,8 +301,14 @@ def test_the_plan_is_not_played_by_a_step_and_once_by_its_record() -> None:
 
     works = tuple(ScheduledWork(0, kind, n) for n in range(3) for kind in "FB")
     plan = SchedulePlan(orders={0: works}, num_stages=1)
-    arrivals = Arrivals(ready=(0.0, 1.0, 5.5), began=1.0, first=True, lazy=True, plan=plan,
-                        seconds=Counted(F=1.0, B=2.0))  # fmt: skip
+    arrivals = Arrivals(
+        ready=(0.0, 1.0, 5.5),
+        began=1.0,
+        first=True,
+        lazy=True,
+        plan=plan,
+        seconds=Counted(F=1.0, B=2.0),
+    )
     assert not asked
     assert arrivals.slack() == pytest.approx(1.0)  # the first is needed at 1, the third at 1 + 6
     assert len(asked) == len(works)

@@ -45,7 +45,7 @@ class Once:
 
 def trained(
     trainer: Trainer, voids: type[Exception] | tuple[type[Exception], ...] = ()
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Losses of all steps; those that are void are done again, twice at most."""
     trainer.hooks.restore(trainer.stages, trainer.optimizer)
     losses, tries = [], 0
@@ -98,8 +98,10 @@ def void(rank: int, world: int, directory: Path, what: str, schedule: str, at: i
 
 ROWS_OF_VOIDS = [
     (what, schedule, at)
-    for what in ("data", "guard") for schedule in ("gpipe", "1f1b") for at in (0, 1)
-]  # fmt: skip
+    for what in ("data", "guard")
+    for schedule in ("gpipe", "1f1b")
+    for at in (0, 1)
+]
 
 
 @pytest.mark.parametrize(("what", "schedule", "at"), ROWS_OF_VOIDS[:: 1 if LONG else 3])
@@ -190,9 +192,13 @@ def scaled(rank: int, world: int, directory: Path, part: str, at: int) -> None:
     once, overflows = Once(ValueError), [True]
     kinds = {"whole": Part, "first": Frozen, "last": FrozenLast}
     trainer = build(
-        pool, "gpipe", prefix=f"scaled-{part}-{at}", part=kinds[part], skip_nonfinite=False,
+        pool,
+        "gpipe",
+        prefix=f"scaled-{part}-{at}",
+        part=kinds[part],
+        skip_nonfinite=False,
         before_optimizer=once.thrice,
-    )  # fmt: skip
+    )
     hooks = trainer.hooks
     once.trainer = trainer if rank == at else None
     scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)

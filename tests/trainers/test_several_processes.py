@@ -22,9 +22,14 @@ EPOCHS = 4
 def join_job(rank: int, world: int) -> None:
     """What a launcher tells a process; the group is there already."""
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "NODE_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
 
 
 # --- Lightning ----------------------------------------------------------------------------------
@@ -44,15 +49,24 @@ def fit(rank: int, world: int, directory: Path, prefix: str, epochs: int) -> Non
     with open_pool(directory) as pool:
         io = PoolCheckpointIO(pool, prefix, root=directory)
         run = pl.Trainer(
-            max_epochs=epochs, accelerator="cpu", devices=world, plugins=[io], logger=False,
-            strategy=DDPStrategy(process_group_backend="gloo"), enable_progress_bar=False,
-            enable_model_summary=False, default_root_dir=directory / prefix,
-        )  # fmt: skip
+            max_epochs=epochs,
+            accelerator="cpu",
+            devices=world,
+            plugins=[io],
+            logger=False,
+            strategy=DDPStrategy(process_group_backend="gloo"),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=directory / prefix,
+        )
         run.fit(model, batches(), ckpt_path=io.latest())
         io.close()
         assert run.world_size == world
-        found = {"model": model.state_dict(), "optimizer": run.optimizers[0].state_dict(),
-                 "step": run.global_step}  # fmt: skip
+        found = {
+            "model": model.state_dict(),
+            "optimizer": run.optimizers[0].state_dict(),
+            "step": run.global_step,
+        }
     torch.save(found, directory / f"{prefix}-{epochs}-{rank}.pt")
 
 
@@ -183,9 +197,13 @@ def test_states_travel_between_ranks_bit_by_bit() -> None:
     from hpstore.checkpoint.state.training_state import rng_state
 
     state: dict[str, Any] = {
-        "rng": rng_state(), "half": torch.ones(2, 3, dtype=torch.bfloat16), "no": None,
-        "empty": torch.empty(0, 2), "scalar": torch.tensor(3), "pair": (1, [2.5]),
-    }  # fmt: skip
+        "rng": rng_state(),
+        "half": torch.ones(2, 3, dtype=torch.bfloat16),
+        "no": None,
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(3),
+        "pair": (1, [2.5]),
+    }
     found = of_bytes(to_bytes(state))
     assert found["rng"]["python"] == state["rng"]["python"]
     assert torch.equal(found["rng"]["torch"], state["rng"]["torch"])

@@ -66,12 +66,18 @@ FULL = {"a.pt": b"one", "sub": {"b.pt": b"two"}}
         (b"new", {"old.pt": b"old"}, None),
     ],
     ids=[
-        "directory to nothing", "onto an empty directory", "empty directory to nothing",
-        "onto a full directory", "onto a directory of directories", "directory onto a file",
-        "file to nothing", "file onto a file", "file onto an empty directory",
+        "directory to nothing",
+        "onto an empty directory",
+        "empty directory to nothing",
+        "onto a full directory",
+        "onto a directory of directories",
+        "directory onto a file",
+        "file to nothing",
+        "file onto a file",
+        "file onto an empty directory",
         "file onto a full directory",
     ],
-)  # fmt: skip
+)
 def test_rename_contract(
     storage: Storage, tmp_path: Path, source: Any, target: Any, after: Any
 ) -> None:
@@ -152,8 +158,9 @@ def test_a_renamed_away_directory_begins_anew(pool: Pool) -> None:
     ours.rmdir(Path("/c/step-0"))
     ours.rename(Path("/c/step-1"), Path("/d/moved"))
     assert tree(ours, Path("/")) == {
-        "c": {"step-2": {"f": b"2"}, "tmp": {"g": b"new"}}, "d": {"moved": {"f": b"1"}},
-    }  # fmt: skip
+        "c": {"step-2": {"f": b"2"}, "tmp": {"g": b"new"}},
+        "d": {"moved": {"f": b"1"}},
+    }
     ours.rename(Path("/c"), Path("/e"))
     assert tree(ours, Path("/e")) == {"step-2": {"f": b"2"}, "tmp": {"g": b"new"}}
     ours.rmdir(Path("/e"))
@@ -208,8 +215,10 @@ def test_a_crash_leaves_the_rename_made_or_not(pool: Pool, monkeypatch: pytest.M
         again = PoolStorage(pool, f"tc{crash_at}")
         found = tree(again, Path())
         assert found in (
-            {"tmp": whole, "old": {"x": b"3"}}, {"new": whole, "old": {"x": b"3"}}, {"new": whole},
-        )  # fmt: skip
+            {"tmp": whole, "old": {"x": b"3"}},
+            {"new": whole, "old": {"x": b"3"}},
+            {"new": whole},
+        )
         grow(again, Path("tmp"), {"n": b"4"})  # a resumed run writes on
         if "new" in found:
             again.rename(Path("tmp"), Path("next"))
@@ -326,14 +335,16 @@ def test_the_package_saves_and_loads(pool: Pool, mode: str, use_mmap: bool, tmp_
             future.result()
     ours = PoolStorage(pool, "tc")
     assert ours.ls(Path("/ckpt")) == ["step-1", "step-2"]
-    loaded = manager.load("/ckpt/step-2", {"model": other.state_dict(), "optimizer": None,
-                                           "step": None}, strict=True)  # fmt: skip
+    loaded = manager.load(
+        "/ckpt/step-2", {"model": other.state_dict(), "optimizer": None, "step": None}, strict=True
+    )
     for name, value in net.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)
         assert torch.equal(loaded["model"][name], value)
     assert loaded["step"] == {"n": 7}
-    assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"],
-                       optimizer.state_dict()["state"][0]["exp_avg"])  # fmt: skip
+    assert torch.equal(
+        loaded["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
+    )
     before = tree(ours, Path("/ckpt/step-2"))
 
     def save_again() -> None:

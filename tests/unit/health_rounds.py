@@ -38,17 +38,25 @@ class Policy:
         fact = replace(self.facts.devices[device], **changes)  # type: ignore[arg-type]
         self.facts = replace(self.facts, devices={**self.facts.devices, device: fact})
 
-    def round(self, *, after: float = 10.0, suspect: Collection[str] = (),
-              slow: Collection[str] = (), faulted: Collection[str] = ()) -> Policy:  # fmt: skip
+    def round(
+        self,
+        *,
+        after: float = 10.0,
+        suspect: Collection[str] = (),
+        slow: Collection[str] = (),
+        faulted: Collection[str] = (),
+    ) -> Policy:
         """One round; earlier actions and decisions are forgotten."""
         self.now += after
         verdicts = [
             DeviceVerdict(device=device, state=state, score=score, reason=f"{device} is {state}")
             for state, score, devices in (
-                (S.SUSPECT, 12.0, suspect), (S.SITOUT, 25.0, slow), (S.FAULTED, 0.0, faulted),
+                (S.SUSPECT, 12.0, suspect),
+                (S.SITOUT, 25.0, slow),
+                (S.FAULTED, 0.0, faulted),
             )
             for device in devices
-        ]  # fmt: skip
+        ]
         found = decide(self.state, verdicts, self.facts, self.now, self.config)
         self.state, self.actions = found.state, list(found.actions)
         self.decisions = list(found.decisions)

@@ -22,14 +22,26 @@ class Tended:
     """A pool of 3+2 on seven devices, filled, with an agent that does nothing by itself."""
 
     def __init__(
-        self, directory: Path, *, data: int = 3, parity: int = 2, devices: int = 7,
-        config: AgentConfig | None = None, dry_run: bool = False, **policy: object,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path,
+        *,
+        data: int = 3,
+        parity: int = 2,
+        devices: int = 7,
+        config: AgentConfig | None = None,
+        dry_run: bool = False,
+        **policy: object,
+    ) -> None:
         self.clock = FakeClock()
         self.harness = Harness(
-            directory, data=data, parity=parity, devices=devices, clock=self.clock,
-            unit_bytes=64 * KIB, settings=Settings(memory_bytes=64 * MIB),
-        )  # fmt: skip
+            directory,
+            data=data,
+            parity=parity,
+            devices=devices,
+            clock=self.clock,
+            unit_bytes=64 * KIB,
+            settings=Settings(memory_bytes=64 * MIB),
+        )
         self.content = {key: bytes([len(key)]) * size for key, size in SIZES.items()}
         with self.harness.open() as pool:
             for key, body in self.content.items():
@@ -46,15 +58,18 @@ class Tended:
         """Open the pool, `wrap` round each device, and begin to look after it."""
         self.pool: Pool = self.harness.open(wrap, read_only=self.config.policy.dry_run)
         self.agent = Agent(
-            self.pool, self.config, threads=False,
+            self.pool,
+            self.config,
+            threads=False,
             foreground=Foreground(activity=dict, own=lambda: 0),
-        )  # fmt: skip
+        )
         self.ids = {
-            url: device for device, url in (
+            url: device
+            for device, url in (
                 *self.pool.admin.devices.places.items(),
                 *((m.device_id, m.url) for m in self.pool.admin.record.members),
             )
-        }  # fmt: skip
+        }
 
     def stop(self) -> None:
         """An orderly end."""

@@ -40,8 +40,11 @@ def shown(tended: Tended) -> dict[str, int]:
     metrics = exposition(lambda: tended.status)().decode().splitlines()
     (row,) = (line for line in metrics if line.startswith("hpstore_pool_losses_tolerated "))
     assert f"{found} more devices may be lost" in render(tended.status)
-    return {"agent": found, "metrics": int(float(row.split()[1])),
-            "status": tended.pool.status().losses_tolerated}  # fmt: skip
+    return {
+        "agent": found,
+        "metrics": int(float(row.split()[1])),
+        "status": tended.pool.status().losses_tolerated,
+    }
 
 
 @pytest.fixture

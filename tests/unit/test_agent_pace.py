@@ -82,10 +82,13 @@ def test_a_further_limit_holds_too_and_a_stop_ends_the_wait() -> None:
     assert not pace.go_on()
 
 
-@pytest.mark.parametrize("made", [
-    lambda clock: RateLimit(1000.0, clock),
-    lambda clock: SharedPace(clock, lambda: 1.0, stop=lambda: False, bytes_per_second=1000.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda clock: RateLimit(1000.0, clock),
+        lambda clock: SharedPace(clock, lambda: 1.0, stop=lambda: False, bytes_per_second=1000.0),
+    ],
+)
 def test_a_rate_is_reached_by_work_that_takes_most_of_the_time(
     made: Callable[[FakeClock], WorkPace],
 ) -> None:
@@ -112,8 +115,9 @@ def test_a_scrub_reads_all_within_nine_tenths_of_its_days() -> None:
 
 
 def activity(nbytes: int) -> DiskActivity:
-    return DiskActivity(reads=0, read_bytes=nbytes, writes=0, written_bytes=0, in_flight=0,
-                        busy_ms=0)  # fmt: skip
+    return DiskActivity(
+        reads=0, read_bytes=nbytes, writes=0, written_bytes=0, in_flight=0, busy_ms=0
+    )
 
 
 def test_the_foreground_is_what_disks_do_less_what_this_process_does() -> None:

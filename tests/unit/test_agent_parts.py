@@ -44,9 +44,19 @@ T = TypeVar("T")
 
 def forecast(day: str, risk: Risk) -> Forecast:
     return Forecast(
-        serial="s", family="f", day=day, risk=risk, reasons=(), rule_score=None, rule_alarm=False,
-        model_score=None, model_threshold=None, model_alarm=False, healthy_share=None, refusal="",
-    )  # fmt: skip
+        serial="s",
+        family="f",
+        day=day,
+        risk=risk,
+        reasons=(),
+        rule_score=None,
+        rule_alarm=False,
+        model_score=None,
+        model_threshold=None,
+        model_alarm=False,
+        healthy_share=None,
+        refusal="",
+    )
 
 
 def test_an_alarm_counts_on_two_of_three_days_and_a_flag_at_once() -> None:
@@ -68,14 +78,18 @@ def test_disks_are_judged_by_what_was_recorded_of_them_before(tmp_path: Path) ->
         values = [math.nan] * len(INDEX)
         for name, value in (("smart_5", errors[0]), ("smart_187", 0.0), ("smart_197", errors[0])):
             values[INDEX[name]] = value
-        return SmartReading(device=disk, readout=Readout.OK, serial="S1", model="ST4000DM000",
-                            values=tuple(values))  # fmt: skip
+        return SmartReading(
+            device=disk, readout=Readout.OK, serial="S1", model="ST4000DM000", values=tuple(values)
+        )
 
     errors = [0.0]
     watch = DiskWatch(
-        tmp_path, FailureForecaster(), timeout_seconds=1.0, read=reading,
+        tmp_path,
+        FailureForecaster(),
+        timeout_seconds=1.0,
+        read=reading,
         disks_of=lambda path: {"/a": ["/dev/sda"], "/b": ["/dev/sdb"]}.get(path, []),
-    )  # fmt: skip
+    )
     places = {"A": "/a", "B": "/b", "C": "s3://bucket"}
     first = watch.look(places, 740_000)
     assert (first["A"][0].outlook, first["B"][0].readout) == (ForecastOutlook.NONE, "asleep")
@@ -155,14 +169,19 @@ def jobs_of(tended: Tended) -> tuple[Jobs, list[str]]:
     """Jobs of a pool without an agent's, and what they were told."""
     ran: list[str] = []
     effort = Effort(
-        share=lambda: 1.0, heal_bytes_per_second=lambda: None,
-        scrub_bytes_per_second=lambda: 1e12, answers=lambda device: True,
-        returned=lambda device: False, spread=0.1,
-    )  # fmt: skip
+        share=lambda: 1.0,
+        heal_bytes_per_second=lambda: None,
+        scrub_bytes_per_second=lambda: 1e12,
+        answers=lambda device: True,
+        returned=lambda device: False,
+        spread=0.1,
+    )
     made = Jobs(
-        tended.pool, effort, started=lambda job: ran.append(f"start {job.kind}"),
+        tended.pool,
+        effort,
+        started=lambda job: ran.append(f"start {job.kind}"),
         finished=lambda job, report: ran.append(f"end {job.kind}"),
-    )  # fmt: skip
+    )
     return made, ran
 
 
@@ -218,14 +237,25 @@ def test_the_terminal_shows_what_the_agent_left(tended: Tended) -> None:
     """`status --watch`: states, work, decisions; without an agent what the pool says."""
     assert tended.status is not None
     job = {"kind": "rebuild", "reason": "x", "done": 3, "total": 9, "bytes_per_second": 1e6}
-    status = {**json.loads(json.dumps(tended.status.as_dict(), default=str)), "job": job,
-              "warnings": ["too many"]}  # fmt: skip
+    status = {
+        **json.loads(json.dumps(tended.status.as_dict(), default=str)),
+        "job": job,
+        "warnings": ["too many"],
+    }
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(agent_view(status))
     console.print(pool_view(tended.pool.status(), "main"))
     text = console.export_text()
-    for words in ("memory://d0", "removed", "3 of 9 objects", "online -> removed", "! too many",
-                  "more devices may be lost", "no agent runs", "DEGRADED"):  # fmt: skip
+    for words in (
+        "memory://d0",
+        "removed",
+        "3 of 9 objects",
+        "online -> removed",
+        "! too many",
+        "more devices may be lost",
+        "no agent runs",
+        "DEGRADED",
+    ):
         assert words in text
     (bar,) = [line for line in text.splitlines() if line.startswith("━")]
     assert set(bar) <= set("━╸╺ ")  # a line of its own
@@ -310,10 +340,19 @@ def test_a_device_that_was_asked_and_has_not_answered_yet_is_there(tended: Tende
     from hpstore.agent.policy_facts import Sighting
 
     record = tended.pool.admin.record
-    sighting = Sighting(denied=(),
-        record=record, open={record.members[1].device_id}, seen={}, back=(), reconciled=(),
-        condition=None, outlooks={}, watched={}, reports={}, busy="",
-    )  # fmt: skip
+    sighting = Sighting(
+        denied=(),
+        record=record,
+        open={record.members[1].device_id},
+        seen={},
+        back=(),
+        reconciled=(),
+        condition=None,
+        outlooks={},
+        watched={},
+        reports={},
+        busy="",
+    )
     assert answers(sighting, record.members[1])
     assert not answers(sighting, record.members[2])
 

@@ -32,16 +32,28 @@ S = HealthState
 
 
 def report(
-    tended: Tended, device: int, at: float, was: S = S.SITOUT, becomes: S = S.SITOUT,
+    tended: Tended,
+    device: int,
+    at: float,
+    was: S = S.SITOUT,
+    becomes: S = S.SITOUT,
     reason: str = "report: 3 sit-outs within a day",
-) -> None:  # fmt: skip
+) -> None:
     """What a process of this node writes; unless given, when it has given up on a device."""
     pool = tended.pool
     history = History(history_path(pool.config.settings, pool.admin.record.pool_id), Metrics())
-    history.add_decisions([
-        Decision(at_seconds=at, device=tended.device(device), was=was, becomes=becomes,
-                 reason=reason, role=Role.PROCESS)
-    ])  # fmt: skip
+    history.add_decisions(
+        [
+            Decision(
+                at_seconds=at,
+                device=tended.device(device),
+                was=was,
+                becomes=becomes,
+                reason=reason,
+                role=Role.PROCESS,
+            )
+        ]
+    )
     history.close()
 
 
@@ -98,8 +110,9 @@ def test_where_processes_have_a_device_is_shown_until_it_is_too_old_to_be_true(
         assert tended.status is not None
         return {
             view.url: (view.process_state, view.process_reason)
-            for view in tended.status.devices if view.process_state
-        }  # fmt: skip
+            for view in tended.status.devices
+            if view.process_state
+        }
 
     assert shown() == {"memory://d4": ("suspect", "9.1 x its peers")}
     assert tended.states() == {}
@@ -133,13 +146,15 @@ def test_a_long_path_of_all_devices_pushes_nothing_off_the_terminal(tended: Tend
     [
         (["/mnt/a", "/mnt/b"], ""),  # short: shown with each
         (["/data/cluster-7/node-12/a", "/data/cluster-7/node-12/b"], "/data/cluster-7/node-12/"),
-        (["/data/cluster-7/node-12/disk1", "/data/cluster-7/node-12/disk12"],
-         "/data/cluster-7/node-12/"),
+        (
+            ["/data/cluster-7/node-12/disk1", "/data/cluster-7/node-12/disk12"],
+            "/data/cluster-7/node-12/",
+        ),
         (["/data/cluster-7/node-12/a"], ""),  # one: nothing is shared
         (["/data/cluster-7/node-12/a", "s3://bucket/a"], ""),
         ([], ""),
     ],
-)  # fmt: skip
+)
 def test_what_devices_have_in_common_is_a_long_directory(urls: list[str], above: str) -> None:
     assert shared_directory(urls) == above
 
@@ -240,8 +255,9 @@ def test_a_warning_lasts_as_long_as_its_reason_and_over_a_restart(tmp_path: Path
     tended = Tended(tmp_path, devices=6)
     tended.rounds(10)
     policy = tended.agent.memory.policy
-    pinned = replace(policy.health(tended.device(0)), pinned=True, state=S.SITOUT,
-                     until_seconds=1e12)  # fmt: skip
+    pinned = replace(
+        policy.health(tended.device(0)), pinned=True, state=S.SITOUT, until_seconds=1e12
+    )
     tended.agent.memory = replace(
         tended.agent.memory,
         policy=replace(policy, devices={**policy.devices, tended.device(0): pinned}),
@@ -300,10 +316,14 @@ def test_a_rate_may_be_written_with_its_unit(tmp_path: Path) -> None:
     made = agent_config(replace(base, agent={"heal_bytes_per_second": "200MB"}))
     assert made.heal_bytes_per_second == 200_000_000
     wrong: list[dict[str, object]] = [
-        {"heal_bytes_per_second": -5}, {"foreground_bytes_per_second": -1},
-        {"rebalance_spread": 2.0}, {"rebalance_spread": float("nan")}, {"forecast_far": 0.0},
-        {"policy": {"grace_seconds": float("nan")}}, {"policy": {"reserve": 0}},
-    ]  # fmt: skip
+        {"heal_bytes_per_second": -5},
+        {"foreground_bytes_per_second": -1},
+        {"rebalance_spread": 2.0},
+        {"rebalance_spread": float("nan")},
+        {"forecast_far": 0.0},
+        {"policy": {"grace_seconds": float("nan")}},
+        {"policy": {"reserve": 0}},
+    ]
     for table in wrong:
         with pytest.raises(ConfigError):
             agent_config(replace(base, agent=table))

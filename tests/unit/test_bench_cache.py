@@ -111,10 +111,10 @@ def test_no_module_of_the_package_imports_a_peer() -> None:
         if not any(name in text for name in (*PACKAGES, "scripts")):
             continue
         tree = ast.parse(text)
-        names = [n.name for node in ast.walk(tree) if isinstance(node, ast.Import)
-                 for n in node.names]  # fmt: skip
-        names += [node.module or "" for node in ast.walk(tree)
-                  if isinstance(node, ast.ImportFrom)]  # fmt: skip
+        names = [
+            n.name for node in ast.walk(tree) if isinstance(node, ast.Import) for n in node.names
+        ]
+        names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
         assert not any(name.split(".")[0] in PACKAGES for name in names), path
         assert not any("benchmarks.scripts" in name for name in names), path
     assert SCRIPT.is_file()

@@ -210,11 +210,18 @@ def test_run_names_every_ratio_with_its_bar(
     assert found["failed"] == {}
     ratios = found["ratios"]
     assert {
-        "stall_to_copy", "stall_to_best_peer", "durable_steady_to_best_peer",
-        "durable_first_to_best_peer", "load_cold_to_best_peer", "load_warm",
-        "load_degraded_to_healthy", "memory_to_state_and_64MiB", "slice_bytes_to_4.2_MiB",
-        "first_stall_to_steady_stall", "durable_steady_to_raw_overwrite",
-    } <= set(ratios)  # fmt: skip
+        "stall_to_copy",
+        "stall_to_best_peer",
+        "durable_steady_to_best_peer",
+        "durable_first_to_best_peer",
+        "load_cold_to_best_peer",
+        "load_warm",
+        "load_degraded_to_healthy",
+        "memory_to_state_and_64MiB",
+        "slice_bytes_to_4.2_MiB",
+        "first_stall_to_steady_stall",
+        "durable_steady_to_raw_overwrite",
+    } <= set(ratios)
     for row in (row for row in ratios.values() if "bar" in row):
         assert isinstance(row["met"], bool)
     assert {"durable_steady_floor", "durable_first_floor", "load_cold_floor"} <= set(ratios)
@@ -248,8 +255,9 @@ def test_peer_that_fails_is_reported_with_its_reason_and_not_asked_again(
     assert runner.found.failed == {"dcp": "ValueError: no such option"}
     assert sessions.asked.count("dcp") == 1
     assert {name: len(found) for name, found in runner.found.saves.items()} == {
-        "hpstore": 2, "safetensors": 2,
-    }  # fmt: skip
+        "hpstore": 2,
+        "safetensors": 2,
+    }
 
 
 def test_failure_of_hpstore_itself_ends_the_benchmark(spec: CheckpointSpec) -> None:
@@ -292,8 +300,9 @@ def test_peer_that_is_not_installed_is_reported_with_what_to_install(
     monkeypatch.setattr(checkpoint_bench, "SPECIAL", {})
     options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="absent")
     found = checkpoint_bench.bench_checkpoint(options)
-    assert found["failed"] == {"absent": "no-such-package is not installed here: "
-                                         "pip install no-such-package"}  # fmt: skip
+    assert found["failed"] == {
+        "absent": "no-such-package is not installed here: pip install no-such-package"
+    }
 
 
 def test_peers_are_optional_in_the_verdicts() -> None:

@@ -24,9 +24,14 @@ def codec(memory: torch.Tensor, jobs: DecodeJobs) -> None:
     units = memory.numpy().reshape(-1, jobs.length)
     targets = [np.empty(jobs.length, np.uint8) for _ in jobs.want]
     ErasureCode(choose_backend()).reconstruct(
-        Code.RS_CAUCHY, jobs.data, jobs.parity, jobs.have, jobs.want,
-        [units[at // jobs.length] for at in jobs.sources[0]], targets,
-    )  # fmt: skip
+        Code.RS_CAUCHY,
+        jobs.data,
+        jobs.parity,
+        jobs.have,
+        jobs.want,
+        [units[at // jobs.length] for at in jobs.sources[0]],
+        targets,
+    )
     for at, target in zip(jobs.targets[0], targets, strict=True):
         units[at // jobs.length] = target
 
@@ -79,9 +84,10 @@ def test_checksums_know_right_blocks_and_wrong_ones(monkeypatch: pytest.MonkeyPa
     assert check_checksums("cpu") == 64
     for answer, what in ((True, r"a wrong sum: .* \[32\]"), (False, "right blocks: ")):
         monkeypatch.setattr(
-            gpu_figures, "verify",
+            gpu_figures,
+            "verify",
             lambda memory, blocks, answer=answer: torch.full((64,), answer),
-        )  # fmt: skip
+        )
         with pytest.raises(WrongBytes, match=what):
             check_checksums("cpu")
     first: list[torch.Tensor] = []
@@ -119,9 +125,15 @@ def test_kernels_are_checked_before_they_are_measured(
         with pytest.raises(WrongBytes):
             measure(tmp_path)
     assert order == [
-        (4, 2, "cuda"), (4, 2), (6, 3, "cuda"), (6, 3), (8, 3, "cuda"), (8, 3), (10, 4, "cuda"),
+        (4, 2, "cuda"),
+        (4, 2),
+        (6, 3, "cuda"),
+        (6, 3),
+        (8, 3, "cuda"),
+        (8, 3),
+        (10, 4, "cuda"),
         ("cuda",),
-    ]  # fmt: skip
+    ]
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line]
     assert said == [
         {"stage": 4, "what": "equality", "k": k, "m": m, "sets": 21}

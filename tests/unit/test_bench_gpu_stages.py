@@ -58,9 +58,11 @@ def test_the_plan_has_every_stage_once_and_names_who_runs_the_others() -> None:
 
 @pytest.mark.parametrize("stage", OURS, ids=lambda stage: stage.what)
 def test_without_cuda_a_stage_says_skip_and_ends_with_0(
-    stage: GpuStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    stage: GpuStage,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """One line: its verdict."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_stages.main(["--stage", str(stage.number), "--directory", str(tmp_path)]) == 0
@@ -90,9 +92,14 @@ def test_a_stage_runs_in_a_process_of_its_own(
     ],
 )
 def test_a_stage_passes_fails_or_says_why_it_cannot_run(
-    error: Exception | None, status: str, reason: str, code: int, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    error: Exception | None,
+    status: str,
+    reason: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Whatever it raises. Its files are in a directory of its own, and go."""
     (tmp_path / "file").write_text("ours")
 
@@ -208,8 +215,12 @@ class NoRunner:
 
 
 STAGES = (
-    replace(PLAN[2], plan_seconds=0.25), PLAN[3], DECODING, PLAN[5], PLAN[6],
-)  # fmt: skip
+    replace(PLAN[2], plan_seconds=0.25),
+    PLAN[3],
+    DECODING,
+    PLAN[5],
+    PLAN[6],
+)
 
 
 def scripted(stage: GpuStage, directory: Path) -> Sequence[str]:
@@ -263,9 +274,12 @@ def test_the_report_has_the_stages_and_each_that_fails_misses_its_bar(
     assert kept[:6] == [1, 2, 3, 4, 5, 5]
     rows = json.loads(json.dumps(found["stages"]))
     assert [(row["stage"], row["status"], row.get("met")) for row in rows.values()] == [
-        (2, "fail", False), (3, "elsewhere", None), (4, "fail", False), (5, "pass", True),
+        (2, "fail", False),
+        (3, "elsewhere", None),
+        (4, "fail", False),
+        (5, "pass", True),
         (6, "skip", None),
-    ]  # fmt: skip
+    ]
     assert rows["2 raw copies"]["reason"].startswith("not done within 1 s: killed")
     assert "tests/gpu/test_training.py" in rows["3 from files to the GPU"]["reason"]
     assert "SIGSEGV" in rows["4 decoding"]["reason"]
@@ -313,18 +327,24 @@ def test_devices_that_are_not_here_are_refused_with_those_that_are(
     ("word", "told"), [([], None), (["--stages"], True), (["--no-stages"], False)]
 )
 def test_the_command_shows_a_table_of_the_stages(
-    word: list[str], told: bool | None, monkeypatch: pytest.MonkeyPatch,
+    word: list[str],
+    told: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     """Stage, what, status, reason; each figure has a line. The option reaches the benchmark."""
 
     def bench(options: Options) -> dict[str, object]:
         assert (options.stages, options.device) == (told, "cuda")
         ended = [
             StageOutcome(stage=PLAN[1], status=Status.ELSEWHERE, reason=PLAN[1].elsewhere),
-            StageOutcome(stage=PLAN[4], status=Status.FAIL, reason="[Errno 22] Invalid: [/tmp]",
-                    figures=(FIGURE, {**FIGURE, "sets": 129})),
-        ]  # fmt: skip
+            StageOutcome(
+                stage=PLAN[4],
+                status=Status.FAIL,
+                reason="[Errno 22] Invalid: [/tmp]",
+                figures=(FIGURE, {**FIGURE, "sets": 129}),
+            ),
+        ]
         return {"stages": {str(one.stage.number): one.as_dict() for one in ended}}
 
     monkeypatch.setitem(BENCHMARKS, "loader", bench)
@@ -336,11 +356,15 @@ def test_the_command_shows_a_table_of_the_stages(
     assert any("elsewhere" in line and "tests/gpu/test_direct.py" in line for line in lines)
     (row,) = (line for line in lines if "Invalid" in line and "│" in line)
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
-        "4", "decoding", "fail", "[Errno 22] Invalid: [/tmp]",
-    ]  # fmt: skip
+        "4",
+        "decoding",
+        "fail",
+        "[Errno 22] Invalid: [/tmp]",
+    ]
     assert [line.strip() for line in lines if "what equality" in line] == [
-        "stage 4, what equality, sets 21", "stage 4, what equality, sets 129",
-    ]  # fmt: skip
+        "stage 4, what equality, sets 21",
+        "stage 4, what equality, sets 129",
+    ]
 
 
 def test_reports_without_stages_are_described_as_before() -> None:

@@ -44,10 +44,16 @@ def steady(factors: Mapping[int, float], ticks: int = 120) -> HealthTrace:
 
 @pytest.mark.parametrize(
     ("rule", "factor", "tick"),
-    [(HpstoreDetector, 3.0, ONSET + 2), (FiveInARow, 3.0, ONSET + 4), (FiveInARow, 1.9, None),
-     (Hadoop, 3.5, ONSET), (Hadoop, 2.5, None), (Autosit, 10.0, None),
-     (Autosit, 200.0, ONSET + 5)],
-)  # fmt: skip
+    [
+        (HpstoreDetector, 3.0, ONSET + 2),
+        (FiveInARow, 3.0, ONSET + 4),
+        (FiveInARow, 1.9, None),
+        (Hadoop, 3.5, ONSET),
+        (Hadoop, 2.5, None),
+        (Autosit, 10.0, None),
+        (Autosit, 200.0, ONSET + 5),
+    ],
+)
 def test_each_rule_finds_what_it_says(
     rule: type[HpstoreDetector | FiveInARow | Hadoop | Autosit], factor: float, tick: int | None
 ) -> None:
@@ -77,9 +83,16 @@ def test_recall_and_delay_are_counted_and_a_bar_can_be_missed(
     rows = health.slow_devices(2, {"hpstore": HpstoreDetector})
     row = rows["x3, sigma 0.3"]["hpstore"]  # type: ignore[index]  # rows of rows
     assert row == {
-        "runs": 2, "recall": 0.5, "ticks_median": 3, "ticks_most": None, "sitout_recall": 0.5,
-        "others_found": 1, "recall_in_time": 0.5, "bar": "recall 1.0 within 6 ticks", "met": False,
-    }  # fmt: skip
+        "runs": 2,
+        "recall": 0.5,
+        "ticks_median": 3,
+        "ticks_most": None,
+        "sitout_recall": 0.5,
+        "others_found": 1,
+        "recall_in_time": 0.5,
+        "bar": "recall 1.0 within 6 ticks",
+        "met": False,
+    }
     assert "bar" not in rows["x3, sigma 1.3"]["hpstore"]  # type: ignore[index]
 
 

@@ -139,10 +139,18 @@ def test_foreground_reads_are_timed_and_their_errors_raised(tmp_path: Path) -> N
 def test_bandwidth_is_held_against_what_was_allowed() -> None:
     """Four fifths of it are met; a p99 of twice the one before is not; the one before the loss has
     no bar."""
-    p99 = {"well": {"stripe": 4.0, "64 KiB": 1.0}, "lost": {"stripe": 5.0, "64 KiB": 2.0},
-           "during": {"stripe": 10.0, "64 KiB": 2.0}}  # fmt: skip
-    one = {"allowed": {"alone": 0.8}, "p99": {"": p99}, "full": 100e6, "load": 0.1,
-           "beside": {"rate": 24e6, "seconds": 3.0}}  # fmt: skip
+    p99 = {
+        "well": {"stripe": 4.0, "64 KiB": 1.0},
+        "lost": {"stripe": 5.0, "64 KiB": 2.0},
+        "during": {"stripe": 10.0, "64 KiB": 2.0},
+    }
+    one = {
+        "allowed": {"alone": 0.8},
+        "p99": {"": p99},
+        "full": 100e6,
+        "load": 0.1,
+        "beside": {"rate": 24e6, "seconds": 3.0},
+    }
     rows = _verdicts([one])
     assert rows["bandwidth_to_allowed, alone"]["met"] is True
     assert rows["p99_of_stripe, to before it began"]["median"] == 2.0
@@ -158,29 +166,58 @@ def evaluation(**fdr: float) -> ForecastEvaluation:
     def outcome(value: float) -> AlarmOutcome:
         interval = Interval(low=0.0, high=1.0)
         return AlarmOutcome(
-            threshold=1.0, fdr=value, fdr_interval=interval, far=0.01, far_interval=interval,
-            precision=None, precision_interval=None, precision_rescaled=None, lead_days=None,
-            failed=10, detected=5, earlier=0, healthy=100, false_alarms=1,
-        )  # fmt: skip
+            threshold=1.0,
+            fdr=value,
+            fdr_interval=interval,
+            far=0.01,
+            far_interval=interval,
+            precision=None,
+            precision_interval=None,
+            precision_rescaled=None,
+            lead_days=None,
+            failed=10,
+            detected=5,
+            earlier=0,
+            healthy=100,
+            false_alarms=1,
+        )
 
     scores = {
-        name: ScoreResult(at_far=outcome(value), fitted=outcome(value),
-                          over_sum=value - fdr["sum"],
-                          over_sum_interval=Interval(low=-0.1, high=0.1))
+        name: ScoreResult(
+            at_far=outcome(value),
+            fitted=outcome(value),
+            over_sum=value - fdr["sum"],
+            over_sum_interval=Interval(low=-0.1, high=0.1),
+        )
         for name, value in fdr.items()
-    }  # fmt: skip
+    }
     return ForecastEvaluation(
-        far=0.01, horizon_days=14, after="", until="", healthy_drives=100, failed_drives=10,
-        no_signal=0, failed_too_early=0, not_looked_at=0, refused={}, scores=scores,
-        flags=outcome(0.0), healthy_share=1.0, seed=0,
-    )  # fmt: skip
+        far=0.01,
+        horizon_days=14,
+        after="",
+        until="",
+        healthy_drives=100,
+        failed_drives=10,
+        no_signal=0,
+        failed_too_early=0,
+        not_looked_at=0,
+        refused={},
+        scores=scores,
+        flags=outcome(0.0),
+        healthy_share=1.0,
+        seed=0,
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "rule", "met"),
-    [(0.46, 0.44, (True, True)), (0.44, 0.44, (False, True)), (0.46, 0.43, (True, False)),
-     (0.9, 0.9, (False, False))],
-)  # fmt: skip
+    [
+        (0.46, 0.44, (True, True)),
+        (0.44, 0.44, (False, True)),
+        (0.46, 0.43, (True, False)),
+        (0.9, 0.9, (False, False)),
+    ],
+)
 def test_forecasts_are_above_the_sum_and_no_leak(
     model: float, rule: float, met: tuple[bool, bool]
 ) -> None:
@@ -211,13 +248,22 @@ def test_an_agent_that_cannot_open_the_pool_is_an_error_not_a_figure(tmp_path: P
 
 
 SMALL = replace(
-    QUICK, data_bytes=24 * MIB, objects=Objects(count=2, stripes=1),
+    QUICK,
+    data_bytes=24 * MIB,
+    objects=Objects(count=2, stripes=1),
     phases=health_slow.RunPhases(warm=0.1, healthy=0.3, found=0.5, found_off=0.1, counted=0.3),
-    pattern=replace(QUICK.pattern, state_bytes=4 * MIB, every_seconds=0.1, found_seconds=0.5,
-                    objects=Objects(count=1, stripes=1)),
+    pattern=replace(
+        QUICK.pattern,
+        state_bytes=4 * MIB,
+        every_seconds=0.1,
+        found_seconds=0.5,
+        objects=Objects(count=1, stripes=1),
+    ),
     plan=replace(QUICK.plan, objects=Objects(count=2, stripes=1), quiet_seconds=0.3),
-    turns=1, turn_seconds=0.2, hour_ticks=100,
-)  # fmt: skip
+    turns=1,
+    turn_seconds=0.2,
+    hour_ticks=100,
+)
 
 
 @only_long

@@ -270,9 +270,13 @@ def test_figures_without_peers_have_bars(tmp_path: Path, monkeypatch: pytest.Mon
     found = {name: run(NoBallast(), spec) for name, run in loader_special.SPECIAL.items()}
     rows = loader_bars.special_verdicts(found)
     for mode in loader_special.MODES:
-        for figure in ("first_batch_ms, {}, 99 %", "boundary_gap_in_batches, {}",
-                       "ready_next_us, {}", "growth_MiB_50_epochs, {}",
-                       "memory_MiB_50_epochs, {}"):  # fmt: skip
+        for figure in (
+            "first_batch_ms, {}, 99 %",
+            "boundary_gap_in_batches, {}",
+            "ready_next_us, {}",
+            "growth_MiB_50_epochs, {}",
+            "memory_MiB_50_epochs, {}",
+        ):
             assert isinstance(rows[figure.format(mode)]["met"], bool)
     assert rows["names_in_shared_memory_after_kill"]["median"] == 0
 
@@ -288,8 +292,10 @@ def test_special_figures_of_few_moments_are_medians_of_several_processes(spec: L
         def run(self, session: Session, spec: object) -> Found:
             asked.append(session)
             slow = 9.0 if len(asked) in (1, 4) else 0.1
-            named = {loader_special.SPECIAL["first batch"]: "start",
-                     loader_special.SPECIAL["epoch boundary"]: "gaps_in_batches"}  # fmt: skip
+            named = {
+                loader_special.SPECIAL["first batch"]: "start",
+                loader_special.SPECIAL["epoch boundary"]: "gaps_in_batches",
+            }
             return {"hpstore": {named[session]: [slow]}} if session in named else {}
 
     with progress(1) as bar:
@@ -345,8 +351,9 @@ def test_memory_is_held_against_what_the_loader_may_take(taken: int) -> None:
 @pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_run_reports_both_data_sets_with_verdicts(tmp_path: Path) -> None:
     """One repetition; what was not measured says so, and nothing is left behind."""
-    options = Options(directory=tmp_path, size_bytes=SIZE, repeats=1, peers="",
-                      cases="warm,limited")  # fmt: skip
+    options = Options(
+        directory=tmp_path, size_bytes=SIZE, repeats=1, peers="", cases="warm,limited"
+    )
     found = json.loads(json.dumps(loader_bench.bench_loader(options)))
     assert set(found) == {"A", "B"}
     assert "not three times larger" in found["A"]["failed"]["limited"]

@@ -60,9 +60,13 @@ def test_who_does_not_finish_or_is_far_behind_is_measured_once(spec: LoaderSpec)
     assert sessions.asked.count("torch files") == 1
     assert sessions.asked.count("torch memmap getitems") == 1
     assert sessions.asked.count("torch memmap") == 3
-    found = defaultdict(list, {
-        "hpstore": [session(10.0), session(99.0)], "torch files": [session(5.0, cut=True)],
-    })  # fmt: skip
+    found = defaultdict(
+        list,
+        {
+            "hpstore": [session(10.0), session(99.0)],
+            "torch files": [session(5.0, cut=True)],
+        },
+    )
     row = loader_bars.to_one(found, "hpstore", "torch files", 1.5)
     assert (row["median"], row["cut"], row["met"]) == (2.0, True, True)
 
@@ -77,9 +81,23 @@ def test_another_contender_comes_first_in_each_repetition(spec: LoaderSpec) -> N
             runner.repetition()
     raw = ""
     assert sessions.asked == [
-        raw, ours, memmap, files, raw, files, ours, memmap, raw, memmap, files, ours,
-        raw, ours, memmap, files,
-    ]  # fmt: skip
+        raw,
+        ours,
+        memmap,
+        files,
+        raw,
+        files,
+        ours,
+        memmap,
+        raw,
+        memmap,
+        files,
+        ours,
+        raw,
+        ours,
+        memmap,
+        files,
+    ]
 
 
 def test_turns_are_of_those_who_are_still_measured(spec: LoaderSpec) -> None:
@@ -140,10 +158,14 @@ def session(rate: float, **facts: object) -> Found:
 
 def test_bars_of_warm_data_compare_with_the_peer_they_name() -> None:
     """1.2 times the memmap by batch, 4 times two workers; the best peer is found."""
-    found = defaultdict(list, {
-        "hpstore": [session(260.0)], "torch memmap getitems": [session(200.0)],
-        "torch memmap 2 workers": [session(80.0)],
-    })  # fmt: skip
+    found = defaultdict(
+        list,
+        {
+            "hpstore": [session(260.0)],
+            "torch memmap getitems": [session(200.0)],
+            "torch memmap 2 workers": [session(80.0)],
+        },
+    )
     rows = loader_bars.warm_verdicts("A", found)
     assert rows["warm_to_memmap_getitems"]["median"] == 1.3
     assert rows["warm_to_memmap_getitems"]["met"]

@@ -17,13 +17,24 @@ Row = dict[str, Any]
 
 def idle_round(count: int, idle: float, forward: float, event: float = 5e-6) -> Row:
     ranks = [{"idle_share": idle, "hook_seconds_per_event": event * (1 + n)} for n in range(2)]
-    return {"microbatches": count, "forward_seconds": forward, "idle_share": idle, "modelled": 0.2,
-            "step_seconds": 0.9, "ranks": ranks}  # fmt: skip
+    return {
+        "microbatches": count,
+        "forward_seconds": forward,
+        "idle_share": idle,
+        "modelled": 0.2,
+        "step_seconds": 0.9,
+        "ranks": ranks,
+    }
 
 
 def cost(seconds: list[float], wait: list[float], tail: float = 0.0) -> Row:
-    return {"seconds": seconds, "wait": wait, "tail": [tail] * len(seconds),
-            "idle_bytes": 3_000_000, "busy_bytes": 1_000_000}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "wait": wait,
+        "tail": [tail] * len(seconds),
+        "idle_bytes": 3_000_000,
+        "busy_bytes": 1_000_000,
+    }
 
 
 def test_the_bubble_in_theory_is_that_of_the_formula() -> None:
@@ -58,8 +69,10 @@ def test_idle_is_the_median_of_rounds_and_its_distance_to_theory_decides() -> No
 def test_hooks_in_a_running_schedule_have_the_bar_too() -> None:
     """10 microseconds an event in the rounds of all ranks; with 25 it is not met."""
     rows = pipeline_bars.idle_rows([[idle_round(4, 0.2, 0.06)]], 2)
-    plain = {way: {"overhead": {"values": [0.0], "median": 0.0}, "data_wait": {"values": [0.0]}}
-             for way in ("free", "torch.save")}  # fmt: skip
+    plain = {
+        way: {"overhead": {"values": [0.0], "median": 0.0}, "data_wait": {"values": [0.0]}}
+        for way in ("free", "torch.save")
+    }
     found = pipeline_bars.bars(rows, plain, [1.0])
     assert found["hook_us_in_schedule_M=4"]["median"] == 10.0
     assert found["hook_us_in_schedule_M=4"]["met"]
@@ -70,12 +83,17 @@ def test_hooks_in_a_running_schedule_have_the_bar_too() -> None:
 def test_a_checkpoint_costs_what_its_steps_take_beyond_those_of_the_same_round() -> None:
     """The slowest rank counts, in each round; torch.save stands beside it."""
     ranks = [
-        {"none": cost([1.0, 2.0, 1.0], [0.0] * 3), "free": cost([1.01, 2.0, 1.02], [0.0] * 3),
-         "torch.save": cost([1.5, 3.0, 1.5], [0.0] * 3)},
-        {"none": cost([0.9, 1.9, 1.0], [0.0] * 3),
-         "free": cost([1.0, 2.04, 1.05], [0.01, 0.03, 0.01], tail=0.2),
-         "torch.save": cost([1.5, 3.0, 1.5], [0.0] * 3)},
-    ]  # fmt: skip
+        {
+            "none": cost([1.0, 2.0, 1.0], [0.0] * 3),
+            "free": cost([1.01, 2.0, 1.02], [0.0] * 3),
+            "torch.save": cost([1.5, 3.0, 1.5], [0.0] * 3),
+        },
+        {
+            "none": cost([0.9, 1.9, 1.0], [0.0] * 3),
+            "free": cost([1.0, 2.04, 1.05], [0.01, 0.03, 0.01], tail=0.2),
+            "torch.save": cost([1.5, 3.0, 1.5], [0.0] * 3),
+        },
+    ]
     rows = pipeline_bars.cost_rows(ranks)
     assert rows["free"]["overhead"]["values"] == pytest.approx([0.01, 0.02, 0.05])
     assert rows["free"]["data_wait"]["median"] == 0.01
@@ -86,8 +104,12 @@ def test_a_checkpoint_costs_what_its_steps_take_beyond_those_of_the_same_round()
     assert found["checkpoint_every_5_steps"]["torch_save"] == 0.5
     assert found["data_wait"]["met"]
     assert found["hook_us_an_event"] == {
-        "median": 5.0, "lowest": 4.0, "highest": 25.0, "bar": 20.0, "met": True,
-    }  # fmt: skip
+        "median": 5.0,
+        "lowest": 4.0,
+        "highest": 25.0,
+        "bar": 20.0,
+        "met": True,
+    }
     lines = pipeline_bars.told(found)
     assert lines[0] == (
         "met      checkpoint_every_5_steps: 0.02 (0.01 to 0.05), bar 0.03, torch_save 0.5"

@@ -15,8 +15,13 @@ from hpstore.benchmarks import train_bench
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.errors import ConfigError
 
-ROW = {"row": "ddp", "world_size": 2, "params_digest": "abcdef" * 10,
-       "summary": {"avg_throughput": 100.0, "data_wait_share": 0.01}, "storage": {}}  # fmt: skip
+ROW = {
+    "row": "ddp",
+    "world_size": 2,
+    "params_digest": "abcdef" * 10,
+    "summary": {"avg_throughput": 100.0, "data_wait_share": 0.01},
+    "storage": {},
+}
 HEAD = "import json, sys, time\nfrom pathlib import Path\n"
 FIND = "out = Path(sys.argv[sys.argv.index('--out') + 1])\n"
 
@@ -36,8 +41,9 @@ def scripts(directory: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None
 
 
 def options(directory: Path, kept: list[dict[str, Any]], **more: Any) -> Options:
-    return Options(directory=None, size_bytes=0, repeats=3, plots=directory / "out",
-                   keep=kept.append, **more)  # fmt: skip
+    return Options(
+        directory=None, size_bytes=0, repeats=3, plots=directory / "out", keep=kept.append, **more
+    )
 
 
 def writing(row: str, **changes: Any) -> str:
@@ -108,9 +114,7 @@ def test_figures_of_pipelines_are_written_with_met_and_not_met(
 def test_what_was_asked_for_is_handed_on(tmp_path: Path) -> None:
     asked = options(tmp_path, [], quick=True, cases="ddp,ps", device="cuda:1")
     words = " ".join(train_bench.command(Path("run_all.py"), Path("out"), asked))
-    assert words.endswith(
-        "run_all.py --out out --repeats 3 --quick --methods ddp,ps --device cuda"
-    )  # fmt: skip
+    assert words.endswith("run_all.py --out out --repeats 3 --quick --methods ddp,ps --device cuda")
 
 
 def test_an_interrupted_comparison_ends_its_job_and_keeps_rows_and_report(

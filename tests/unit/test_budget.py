@@ -206,8 +206,12 @@ def test_limit_of_a_group_above_our_own_counts(
     monkeypatch: pytest.MonkeyPatch, lines: list[str], limit: str, usage: str
 ) -> None:
     """A batch job limits its steps; what the node has free is no measure there."""
-    files = {"/proc/self/cgroup": lines, limit: ["800000"], usage: ["300000"],
-             "/proc/meminfo": ["MemAvailable: 1000 kB"]}  # fmt: skip
+    files = {
+        "/proc/self/cgroup": lines,
+        limit: ["800000"],
+        usage: ["300000"],
+        "/proc/meminfo": ["MemAvailable: 1000 kB"],
+    }
     monkeypatch.setattr(budget, "_lines", lambda path: files.get(path, []))
     assert available_bytes() == 500_000
     files[limit] = ["max"]

@@ -166,7 +166,15 @@ def test_prefetch_calls_follow_the_measured_bandwidth() -> None:
 def test_ratios_say_zero_where_nothing_happened() -> None:
     """And otherwise what they are made of."""
     assert set(shares({}).values()) == {0.0}
-    found = shares({"memory_hit_total": 6, "late_total": 1, "miss_total": 1, "disk_hit_total": 2,
-                    "prefetch_used_total": 3, "prefetch_late_total": 1})  # fmt: skip
+    found = shares(
+        {
+            "memory_hit_total": 6,
+            "late_total": 1,
+            "miss_total": 1,
+            "disk_hit_total": 2,
+            "prefetch_used_total": 3,
+            "prefetch_late_total": 1,
+        }
+    )
     assert found["hit_ratio"] == 0.8
     assert (found["coverage"], found["timeliness"]) == (0.75, 0.75)

@@ -133,8 +133,9 @@ def test_drawn_residents_are_different_ones_and_all_come_round() -> None:
 def test_drawn_victims_cost_no_hits() -> None:
     """More residents than are all compared, the order known: still 98 % of MIN."""
     requests = shuffles(4, 30_000)
-    found = simulate(requests, 9000, batch=256, known_order=True,
-                     epoch_starts=list(range(0, 120_000, 30_000)))  # fmt: skip
+    found = simulate(
+        requests, 9000, batch=256, known_order=True, epoch_starts=list(range(0, 120_000, 30_000))
+    )
     assert found.hits > 0.98 * int(belady(requests, 9000).sum())
 
 

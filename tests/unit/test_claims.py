@@ -19,9 +19,12 @@ class Process:
     def __init__(self, registers: LocalRegisters, ahead_ms: int = 0) -> None:
         self.clock = FakeClock(1_700_000_000_000 + ahead_ms)
         self.claims = Claims(
-            registers, self.clock, HybridCounter(self.clock).next, deadline_seconds=20.0,
+            registers,
+            self.clock,
+            HybridCounter(self.clock).next,
+            deadline_seconds=20.0,
             ttl_seconds=3.0,
-        )  # fmt: skip
+        )
 
 
 @pytest.fixture

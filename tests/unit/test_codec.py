@@ -192,8 +192,12 @@ def test_a_subset_of_the_lost_columns_can_be_wanted(name: str) -> None:
     """One parity column alone, and data and parity together, in the order asked for."""
     code, rows = need(name), random_rows(4, 128, 3)
     columns = [*rows, *encode(REFERENCE, 3, rows)]
-    for have, want in [((0, 1, 2, 3), (5,)), ((1, 3, 4, 6), (0, 2, 5)), ((2, 4, 5, 6), (1,)),
-                       ((0, 1, 2, 3), (6, 4))]:  # fmt: skip
+    for have, want in [
+        ((0, 1, 2, 3), (5,)),
+        ((1, 3, 4, 6), (0, 2, 5)),
+        ((2, 4, 5, 6), (1,)),
+        ((0, 1, 2, 3), (6, 4)),
+    ]:
         assert same(reconstruct(code, 3, columns, have, want), [columns[c] for c in want])
 
 

@@ -80,20 +80,33 @@ def test_help_shows_groups_and_short_names_apart() -> None:
     shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
     panels = re.findall(r"─ ([A-Z][^─]*) ─", shown)
     assert panels == [
-        "Options", "Pool", "Groups: hpstore GROUP --help",
-        "Objects: short for hpstore object ...", "Devices: short for hpstore device ...", "Tools",
-    ]  # fmt: skip
+        "Options",
+        "Pool",
+        "Groups: hpstore GROUP --help",
+        "Objects: short for hpstore object ...",
+        "Devices: short for hpstore device ...",
+        "Tools",
+    ]
     groups = shown.split("Groups:")[1].split("Objects:")[0]
     assert re.findall(r"^│ (\S+) ", groups, re.M) == [
-        "object", "device", "checkpoint", "dataset", "agent", "health",
-    ]  # fmt: skip
+        "object",
+        "device",
+        "checkpoint",
+        "dataset",
+        "agent",
+        "health",
+    ]
 
 
 def test_the_agent_runs_with_and_without_its_word() -> None:
     """API.md's `hpstore agent POOL`, options before or behind it; `run` and `status` are words."""
     runner = CliRunner()
-    for words in (["agent", "no-such-pool"], ["agent", "--once", "no-such-pool"],
-                  ["agent", "run", "no-such-pool"], ["agent", "run", "status"]):  # fmt: skip
+    for words in (
+        ["agent", "no-such-pool"],
+        ["agent", "--once", "no-such-pool"],
+        ["agent", "run", "no-such-pool"],
+        ["agent", "run", "status"],
+    ):
         said = str(runner.invoke(app, words).exception)
         assert f"no pool is called '{words[-1]}' here" in said
     assert "Usage" in runner.invoke(app, ["agent", "--help"]).output
@@ -111,10 +124,16 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def completed(*words: str) -> list[str]:
     """What bash is offered for the last word."""
-    run = CliRunner().invoke(app, [], prog_name="hpstore", env={
-        "_HPSTORE_COMPLETE": "complete_bash", "COMP_WORDS": shlex.join(("hpstore", *words)),
-        "COMP_CWORD": str(len(words)),
-    })  # fmt: skip
+    run = CliRunner().invoke(
+        app,
+        [],
+        prog_name="hpstore",
+        env={
+            "_HPSTORE_COMPLETE": "complete_bash",
+            "COMP_WORDS": shlex.join(("hpstore", *words)),
+            "COMP_CWORD": str(len(words)),
+        },
+    )
     return run.output.split()
 
 
@@ -155,8 +174,15 @@ def test_completion_can_be_shown_and_installed(
     assert [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-SIZES = {"--rate", "--unit", "--shard", "--max-shard", "--memory", "--device-size",
-         "--rebuild-rate"}  # fmt: skip
+SIZES = {
+    "--rate",
+    "--unit",
+    "--shard",
+    "--max-shard",
+    "--memory",
+    "--device-size",
+    "--rebuild-rate",
+}
 
 
 def test_every_option_of_bytes_takes_units() -> None:

@@ -42,9 +42,12 @@ def took(step: int, share: int) -> Line:
     """The samples of a share at a step: in order, two shares a batch."""
     at = (step - 1) * BATCH % SAMPLES + share * BATCH // 2
     return {
-        "kind": "took", "step": step, "epoch": (step - 1) * BATCH // SAMPLES, "share": share,
+        "kind": "took",
+        "step": step,
+        "epoch": (step - 1) * BATCH // SAMPLES,
+        "share": share,
         "ids": list(range(at, at + BATCH // 2)),
-    }  # fmt: skip
+    }
 
 
 def rank_lines(first: int, last: int, share: int) -> list[Line]:
@@ -52,11 +55,20 @@ def rank_lines(first: int, last: int, share: int) -> list[Line]:
     lines: list[Line] = [{"kind": "start", "step": first, "restore_s": 0.5 if first else 0.0}]
     for step in range(first + 1, last + 1):
         lines.append(took(step, share))
-        lines.append({
-            "kind": "step", "step": step, "epoch": (step - 1) * BATCH // SAMPLES, "seconds": 0.1,
-            "wait": 0.01, "stall": 0.0, "talk": {"communication": 0.02}, "loss": 2.0 / step,
-            "right": 1, "samples": BATCH // 2,
-        })  # fmt: skip
+        lines.append(
+            {
+                "kind": "step",
+                "step": step,
+                "epoch": (step - 1) * BATCH // SAMPLES,
+                "seconds": 0.1,
+                "wait": 0.01,
+                "stall": 0.0,
+                "talk": {"communication": 0.02},
+                "loss": 2.0 / step,
+                "right": 1,
+                "samples": BATCH // 2,
+            }
+        )
     storage = {"loader": "hpstore", "checkpointer": "none", "ckpt_count": 0}
     return [*lines, {"kind": "end", "parameters": {"w": ["aa", 1.5]}, "storage": storage}]
 
@@ -67,12 +79,28 @@ def attempt(first: int, last: int) -> dict[int, list[Line]]:
 
 STEPS = SAMPLES * EPOCHS // BATCH
 FACTS: dict[str, Any] = {
-    "method": "ddp", "title": "DDP", "row": "ddp", "world_size": 2, "workers": 2,
-    "batch_size": BATCH, "micro_batches": 2, "model": "tiny", "device": "cpu", "seed": 0,
-    "samples": SAMPLES, "epoch_count": EPOCHS, "checkpoint_every": 2, "torch": "2", "git": "abc",
-    "cpus": 2, "load": 0.5, "start_time": "2026-01-01T00:00:00+00:00",
-    "end_time": "2026-01-01T00:01:00+00:00", "communication": "calls", "exact": True,
-}  # fmt: skip
+    "method": "ddp",
+    "title": "DDP",
+    "row": "ddp",
+    "world_size": 2,
+    "workers": 2,
+    "batch_size": BATCH,
+    "micro_batches": 2,
+    "model": "tiny",
+    "device": "cpu",
+    "seed": 0,
+    "samples": SAMPLES,
+    "epoch_count": EPOCHS,
+    "checkpoint_every": 2,
+    "torch": "2",
+    "git": "abc",
+    "cpus": 2,
+    "load": 0.5,
+    "start_time": "2026-01-01T00:00:00+00:00",
+    "end_time": "2026-01-01T00:01:00+00:00",
+    "communication": "calls",
+    "exact": True,
+}
 
 
 def result(row: str = "ddp", **changes: Any) -> dict[str, Any]:
@@ -188,20 +216,40 @@ def test_repeats_are_their_median_run() -> None:
 
 def killed(**changes: Any) -> dict[str, Any]:
     return {
-        "killed_at_step": 4, "killed_rank": 1, "resumed_from": 2, "starts": 2, "samples_lost": 0,
-        "samples_repeated": 0, "stages_differ": 0, "loss_gap": 0.0, "same_digest": True,
-        "same_ledger": True, "restore_s": 0.5, **changes,
-    }  # fmt: skip
+        "killed_at_step": 4,
+        "killed_rank": 1,
+        "resumed_from": 2,
+        "starts": 2,
+        "samples_lost": 0,
+        "samples_repeated": 0,
+        "stages_differ": 0,
+        "loss_gap": 0.0,
+        "same_digest": True,
+        "same_ledger": True,
+        "restore_s": 0.5,
+        **changes,
+    }
 
 
 def driven(samples: int = SAMPLES * EPOCHS) -> dict[str, Any]:
     """What the hooks of a pipeline tell at its end."""
-    rank = {"rank": 0, "idle_share": 0.4, "data_wait_share": 0.01, "hook_seconds_per_event": 5e-6,
-            "idle_bytes": 3_000_000, "busy_bytes": 1_000_000}  # fmt: skip
+    rank = {
+        "rank": 0,
+        "idle_share": 0.4,
+        "data_wait_share": 0.01,
+        "hook_seconds_per_event": 5e-6,
+        "idle_bytes": 3_000_000,
+        "busy_bytes": 1_000_000,
+    }
     return {
-        "steps": STEPS, "step_seconds": 0.1, "idle_share": 0.4, "theory": 1 / 3, "modelled": None,
-        "ranks": [rank, rank | {"rank": 1}], "ledger": {"samples": samples, "digest": "ab"},
-    }  # fmt: skip
+        "steps": STEPS,
+        "step_seconds": 0.1,
+        "idle_share": 0.4,
+        "theory": 1 / 3,
+        "modelled": None,
+        "ranks": [rank, rank | {"rank": 1}],
+        "ledger": {"samples": samples, "digest": "ab"},
+    }
 
 
 BAD: dict[str, dict[str, Any]] = {
@@ -257,11 +305,17 @@ def test_methods_and_storages_are_measured_without_savers() -> None:
     rows = module("rows")
     found = rows.rows_of(["ddp", "gpipe"], ["ddp"])
     assert [row.name for row in found if row.checkpointer == "none"] == [
-        "ddp", "gpipe", "ddp.hpstore-faulty", "ddp.memory", "ddp.files"
-    ]  # fmt: skip
+        "ddp",
+        "gpipe",
+        "ddp.hpstore-faulty",
+        "ddp.memory",
+        "ddp.files",
+    ]
     assert {row.name: row.checkpointer for row in found if row.checkpointer != "none"} == {
-        "ddp.hpstore": "hpstore", "ddp.torch_save": "torch_save", "ddp.dcp": "dcp"
-    }  # fmt: skip
+        "ddp.hpstore": "hpstore",
+        "ddp.torch_save": "torch_save",
+        "ddp.dcp": "dcp",
+    }
     assert [rows.row_named(row.name) for row in found] == found
     with pytest.raises(ValueError, match=r"no row is called 'ddp\.none'"):
         rows.row_named("ddp.none")
@@ -306,9 +360,10 @@ def test_what_hooks_have_seen_is_in_results_and_report(
     store(tmp_path, result(), found)
     assert analyze.report(tmp_path) == 0
     row = next(
-        line for line in (tmp_path / "performance_report.txt").read_text().splitlines()
+        line
+        for line in (tmp_path / "performance_report.txt").read_text().splitlines()
         if line.startswith("gpipe ")
-    )  # fmt: skip
+    )
     assert row.split() == ["gpipe", "40.0", "33.3", "-", "1.0", "6.0", "2.0", "5"]
     again = accounts.resume_of(found, {**found, "pipeline": driven(9)}, [lines], (4, 1))
     assert again["same_ledger"] is False
@@ -350,5 +405,11 @@ def test_six_plots_are_written(tmp_path: Path) -> None:
     store(tmp_path, *family())
     assert module("analyze").report(tmp_path) == 0
     names = {path.stem for path in tmp_path.glob("*.png")}
-    assert names == {"throughput", "training_time", "loss_curves", "accuracy_curves",
-                     "communication_overhead", "step_time"}  # fmt: skip
+    assert names == {
+        "throughput",
+        "training_time",
+        "loss_curves",
+        "accuracy_curves",
+        "communication_overhead",
+        "step_time",
+    }

@@ -39,21 +39,27 @@ def test_what_was_compressed_comes_back(name: str, raw: bytes, times: int) -> No
 def repeating(nbytes: int, *, says: int | None = None) -> bytes:
     """A zstd frame of so many equal bytes, of 4 bytes for each 128 KiB."""
     head = b"\0\x68" if says is None else b"\xc0\x68" + says.to_bytes(8, "little")
-    blocks = [bytes([2 | (at == nbytes - 131072), 0, 16, ord("z")])
-              for at in range(0, nbytes, 131072)]  # fmt: skip
+    blocks = [
+        bytes([2 | (at == nbytes - 131072), 0, 16, ord("z")]) for at in range(0, nbytes, 131072)
+    ]
     return MAGIC + head + b"".join(blocks)
 
 
 @pytest.mark.parametrize(
     "behind",
     [
-        repeating(256 * MIB), repeating(256 * MIB, says=256 * MIB), repeating(131072, says=1 << 40),
-        repeating(131072, says=(1 << 63) + 5), repeating(131072, says=(1 << 64) - 4096),
+        repeating(256 * MIB),
+        repeating(256 * MIB, says=256 * MIB),
+        repeating(131072, says=1 << 40),
+        repeating(131072, says=(1 << 63) + 5),
+        repeating(131072, says=(1 << 64) - 4096),
         bytes(encoder("zstd")(np.frombuffer(RAW, np.uint8), 1)),
-        b"\x50\x2a\x4d\x18\4\0\0\0skip", b"abc", b"\0",
+        b"\x50\x2a\x4d\x18\4\0\0\0skip",
+        b"abc",
+        b"\0",
     ],
     ids=["bomb", "open bomb", "2^40", "2^63+5", "2^64-4096", "two", "skippable", "garbage", "zero"],
-)  # fmt: skip
+)
 def test_nothing_comes_behind_a_frame(behind: bytes) -> None:
     """zstd goes on with the frames behind the first, whose length alone was looked at: 8 KiB took
     256 MiB, and one that says 2^63 was an error of the interpreter."""

@@ -38,8 +38,13 @@ def test_relative_devices_are_relative_to_the_file(tmp_path: Path) -> None:
     config = load_config(write(tmp_path / "sub", text))
     sub = tmp_path / "sub"
     assert config.devices == (
-        f"{sub}/d0", f"{tmp_path}/d1", f"{sub}/d2", "/mnt/a", "s3://bucket/x", "file:///mnt/b",
-    )  # fmt: skip
+        f"{sub}/d0",
+        f"{tmp_path}/d1",
+        f"{sub}/d2",
+        "/mnt/a",
+        "s3://bucket/x",
+        "file:///mnt/b",
+    )
 
 
 def test_a_relative_path_of_the_file_is_made_absolute(
@@ -189,9 +194,11 @@ def test_every_single_setting_survives_saving(tmp_path: Path) -> None:
         else:
             other = value + type(value)(1)
         config = PoolConfig(
-            path=tmp_path / f"{setting.name}.toml", name="x", devices=("/a",),
+            path=tmp_path / f"{setting.name}.toml",
+            name="x",
+            devices=("/a",),
             settings=parse_settings({setting.name: other}, where="x"),
-        )  # fmt: skip
+        )
         save_config(config)
         assert getattr(load_config(config.path).settings, setting.name) == other
 
@@ -215,8 +222,13 @@ def test_saving_keeps_comments_and_settings(tmp_path: Path) -> None:
     config = load_config(path)
     save_config(replace(config, devices=("/mnt/a", "/mnt/b")))
     text = path.read_text()
-    for line in ("# our pool, ask Ada", 'name = "main"  # the name', "# limits of this machine",
-                 "# half of what we have", 'memory_bytes = "1GiB"  # was 2'):  # fmt: skip
+    for line in (
+        "# our pool, ask Ada",
+        'name = "main"  # the name',
+        "# limits of this machine",
+        "# half of what we have",
+        'memory_bytes = "1GiB"  # was 2',
+    ):
         assert line in text
     again = load_config(path)
     assert again.devices == ("/mnt/a", "/mnt/b")

@@ -148,13 +148,16 @@ def test_a_wrong_value_is_named(field: Field, value: object, says: str) -> None:
         (Field("bool"), True, np.array(True)),
         (Field("bfloat16"), 1.5, np.array(0x3FC0, np.uint16)),
         (Field("int16"), torch.tensor(-2, dtype=torch.int16), np.array(-2, np.int16)),
-        (Field("bfloat16", (2,)), torch.tensor([1.5, -1.0], dtype=torch.bfloat16),
-         np.array([0x3FC0, 0xBF80], np.uint16)),
+        (
+            Field("bfloat16", (2,)),
+            torch.tensor([1.5, -1.0], dtype=torch.bfloat16),
+            np.array([0x3FC0, 0xBF80], np.uint16),
+        ),
         (Field("bfloat16", (1,)), np.array([7], np.uint16), np.array([7], np.uint16)),
         (Field("int32", (2,)), np.array([1, 2], ">i4"), np.array([1, 2], np.int32)),
         (Field("float32", (2,)), torch.ones(2, requires_grad=True), np.ones(2, np.float32)),
     ],
-)  # fmt: skip
+)
 def test_good_values_are_taken(field: Field, value: object, wanted: Any) -> None:
     """Python numbers for scalars, tensors, other byte orders."""
     found = fixed_value("x", field, value, "sample 0")
@@ -242,8 +245,12 @@ def test_a_data_set_name_is_a_key() -> None:
 def test_a_new_name_leaves_room_for_all_keys_of_the_data_set(length: int) -> None:
     """Else the writer finds out at its first shard, after hours. To be read it need not."""
     name = "/".join(["n" * 100] * (length // 101)) + "/" + "n" * (length % 101 or 1)
-    keys = [side_key(name, "0" * 16, 12, 123456), column_key(name, "0" * 16, "123", 123456),
-            part_key(name, (1000, 1000)), journal_key(name)]  # fmt: skip
+    keys = [
+        side_key(name, "0" * 16, 12, 123456),
+        column_key(name, "0" * 16, "123", 123456),
+        part_key(name, (1000, 1000)),
+        journal_key(name),
+    ]
     assert check_dataset_name(name) == name
     if max(map(len, keys)) > MAX_KEY_BYTES:
         with pytest.raises(InvalidKey, match="at most 1024"):
@@ -263,11 +270,19 @@ def test_keys_tell_whose_objects_they_name() -> None:
 
 SHARDS = StreamShards(unit_bytes=64 * 1024, rows=(3,), payload=(300,), side=("ee",), pages="dd")
 MANIFEST = DatasetManifest(
-    fields={"z": Field("int64"), "a": Field("bytes")}, layout="rows", data=2, compression="",
-    shuffle_seed=None, metadata={"k": [1, None]}, content="00",
-    parts=(DatasetPart(nonce="n", rows=3, streams=(SHARDS,), cuts=(3,), columns={"0": ("ff",)},
-                content="00"),),
-)  # fmt: skip
+    fields={"z": Field("int64"), "a": Field("bytes")},
+    layout="rows",
+    data=2,
+    compression="",
+    shuffle_seed=None,
+    metadata={"k": [1, None]},
+    content="00",
+    parts=(
+        DatasetPart(
+            nonce="n", rows=3, streams=(SHARDS,), cuts=(3,), columns={"0": ("ff",)}, content="00"
+        ),
+    ),
+)
 
 
 def test_a_manifest_survives_its_bytes_with_the_order_of_its_fields() -> None:

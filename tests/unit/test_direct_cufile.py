@@ -28,8 +28,9 @@ def test_no_log_in_the_current_directory_and_p2pdma_allowed() -> None:
     added = environment({}, "/t", system_config=False)
     assert added == {LOG_VARIABLE: "/t/cufile.log", CONFIG_VARIABLE: "/t/cufile.json"}
     assert json.loads(configuration())["properties"] == {
-        "allow_compat_mode": True, "use_pci_p2pdma": True,
-    }  # fmt: skip
+        "allow_compat_mode": True,
+        "use_pci_p2pdma": True,
+    }
 
 
 def test_settings_of_the_user_and_the_system_stay() -> None:
@@ -54,9 +55,11 @@ def test_counters_are_summed_over_gpus(shape: tuple[int, ...]) -> None:
     """As many as the library says there are, of sixteen places; both shapes that bindings give."""
     numbers = np.arange(16, dtype=np.uint64).reshape(shape)
     gpus = SimpleNamespace(
-        n_p2p_reads=numbers, n_nvfs_reads=10 * numbers, n_posix_reads=100 * numbers,
+        n_p2p_reads=numbers,
+        n_nvfs_reads=10 * numbers,
+        n_posix_reads=100 * numbers,
         n_reads_err=0 * numbers,
-    )  # fmt: skip
+    )
     cufile = ModuleType("cufile")
     stats = SimpleNamespace(num_gpus=3, per_gpu_stats=gpus, ptr=0)
     cufile.StatsLevel3 = lambda: stats  # type: ignore[attr-defined]

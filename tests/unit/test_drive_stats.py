@@ -58,8 +58,11 @@ def test_bad_rows_are_counted_and_named_and_the_rest_is_read(table: Path) -> Non
     bad = BadRows()
     assert sum(1 for _ in read_rows(table, bad=bad)) == good
     assert bad.count == 7
-    for line, words in zip(bad.named, ("date", "serial", "failure", "smart_5", "smart_187",
-                                       "smart_188", "3 fields"), strict=True):  # fmt: skip
+    for line, words in zip(
+        bad.named,
+        ("date", "serial", "failure", "smart_5", "smart_187", "smart_188", "3 fields"),
+        strict=True,
+    ):
         assert line.startswith(f"{table}:")
         assert words in line
 
@@ -115,8 +118,9 @@ def test_too_little_memory_keeps_all_failed_drives_and_a_share_of_the_others(tab
     kept, share = choose(drives, memory_bytes=3 * ROW_BYTES * (rows - 31), salt="")
     assert failed < kept < set(drives)
     assert share == (len(kept) - len(failed)) / (len(drives) - len(failed))
-    assert (kept, share) == choose(dict(reversed(drives.items())), salt="",
-                                   memory_bytes=3 * ROW_BYTES * (rows - 31))  # fmt: skip
+    assert (kept, share) == choose(
+        dict(reversed(drives.items())), salt="", memory_bytes=3 * ROW_BYTES * (rows - 31)
+    )
     with pytest.raises(ForecastError, match="failed drives alone"):
         choose(drives, memory_bytes=ROW_BYTES, salt="")
 
@@ -134,10 +138,15 @@ def test_rows_of_one_day_count_once_and_rows_after_the_failure_never(tmp_path: P
 
 @pytest.mark.parametrize(
     ("model", "family"),
-    [("ST4000DM000", "ST4000DM000"), ("Seagate ST4000DM000-1F2168", "ST4000DM000"),
-     ("HGST HMS5C4040BLE640", "HMS5C4040BLE640"), ("TOSHIBA  MG07ACA14TA", "MG07ACA14TA"),
-     ("Samsung SSD 870 EVO 1TB", "SSD 870 EVO 1TB"), ("", "unnamed")],
-)  # fmt: skip
+    [
+        ("ST4000DM000", "ST4000DM000"),
+        ("Seagate ST4000DM000-1F2168", "ST4000DM000"),
+        ("HGST HMS5C4040BLE640", "HMS5C4040BLE640"),
+        ("TOSHIBA  MG07ACA14TA", "MG07ACA14TA"),
+        ("Samsung SSD 870 EVO 1TB", "SSD 870 EVO 1TB"),
+        ("", "unnamed"),
+    ],
+)
 def test_a_family_is_named_alike_by_files_and_by_drives(model: str, family: str) -> None:
     """smartctl adds vendors and revisions that the public files leave out."""
     assert family_of(model) == family

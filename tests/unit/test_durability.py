@@ -48,9 +48,16 @@ def test_continuous_models_agree_on_the_talk() -> None:
 
 @pytest.mark.parametrize(
     ("data", "parity", "afr", "hours", "expected"),
-    [(4, 2, 0.01, 1, 12.1), (8, 2, 0.01, 24, 8.6), (6, 3, 0.0044, 24, 14.4), (8, 3, 0.04, 168, 7.6),
-     (17, 3, 0.01, 48, 10.5), (10, 4, 0.01, 0.5, 23.0), (16, 4, 0.02, 168, 10.5)],
-)  # fmt: skip
+    [
+        (4, 2, 0.01, 1, 12.1),
+        (8, 2, 0.01, 24, 8.6),
+        (6, 3, 0.0044, 24, 14.4),
+        (8, 3, 0.04, 168, 7.6),
+        (17, 3, 0.01, 48, 10.5),
+        (10, 4, 0.01, 0.5, 23.0),
+        (16, 4, 0.02, 168, 10.5),
+    ],
+)
 def test_nines_of_common_schemes(
     data: int, parity: int, afr: float, hours: float, expected: float
 ) -> None:
@@ -70,11 +77,13 @@ def test_one_device_and_a_mirror_have_the_textbook_time_to_loss() -> None:
 @pytest.mark.parametrize("fixed", [True, False], ids=["fixed repair", "exponential repair"])
 @pytest.mark.parametrize(
     "group",
-    [Group(data=6, parity=3, afr=1.0, repair_hours=400),
-     Group(data=4, parity=2, afr=0.5, repair_hours=300),
-     Group(data=2, parity=1, afr=2.0, repair_hours=800)],
+    [
+        Group(data=6, parity=3, afr=1.0, repair_hours=400),
+        Group(data=4, parity=2, afr=0.5, repair_hours=300),
+        Group(data=2, parity=1, afr=2.0, repair_hours=800),
+    ],
     ids=["6+3", "4+2", "2+1"],
-)  # fmt: skip
+)
 def test_event_simulation_agrees_with_the_closed_form(group: Group, fixed: bool) -> None:
     """At rates where losses are seen, whatever the repair times' distribution."""
     found = simulate(group, years=20, groups=3000, rng=np.random.default_rng(7), fixed=fixed)
@@ -172,9 +181,16 @@ def test_longest_repair_is_where_the_nines_are_just_reached() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"data": 0}, {"parity": -1}, {"afr": 0.0}, {"afr": math.nan}, {"repair_hours": 0.0},
-              {"repair_hours": math.inf}],
-)  # fmt: skip
+    "wrong",
+    [
+        {"data": 0},
+        {"parity": -1},
+        {"afr": 0.0},
+        {"afr": math.nan},
+        {"repair_hours": 0.0},
+        {"repair_hours": math.inf},
+    ],
+)
 def test_a_group_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Group(**{"data": 4, "parity": 2, "afr": 0.01, "repair_hours": 1.0, **wrong})
@@ -192,8 +208,13 @@ def output(*words: str) -> str:
 def test_command_prints_the_figures_and_what_they_leave_out() -> None:
     """Figures of the talk, the schemes that reach 12 nines, correlated failures, bad sectors."""
     text = output(*ASKED, "--rebuild-hours", "156")
-    for figure in ("8.570e-11", "12.02", "11.75", "Left out: failures that come together",
-                   "Left out: sectors that cannot be read"):  # fmt: skip
+    for figure in (
+        "8.570e-11",
+        "12.02",
+        "11.75",
+        "Left out: failures that come together",
+        "Left out: sectors that cannot be read",
+    ):
         assert figure in text
     assert "12 nines" in text
 
@@ -201,9 +222,21 @@ def test_command_prints_the_figures_and_what_they_leave_out() -> None:
 def test_command_takes_size_and_rate_for_the_rebuild() -> None:
     """8 TB at 200 MB/s are 11.1 hours; the schemes that reach 12 nines follow from them."""
     found = json.loads(
-        output("durability", "--data", "4", "--parity", "2", "--afr", "0.01", "--device-size",
-               "8TB", "--rebuild-rate", "200MB", "--json")
-    )  # fmt: skip
+        output(
+            "durability",
+            "--data",
+            "4",
+            "--parity",
+            "2",
+            "--afr",
+            "0.01",
+            "--device-size",
+            "8TB",
+            "--rebuild-rate",
+            "200MB",
+            "--json",
+        )
+    )
     assert found["repair_hours"] == pytest.approx(11.11, abs=0.01)
     reach = {(s["data"], s["parity"]) for s in found["schemes"] if s["reaches"]}
     assert reach == {(6, 3), (8, 3), (17, 3), (10, 4), (16, 4)}
@@ -218,9 +251,21 @@ def test_command_takes_a_scheme_in_one_word() -> None:
 def test_command_simulates_and_adds_unreadable_sectors() -> None:
     """--simulate and --unreadable, as JSON; what is counted is not said to be left out."""
     found = json.loads(
-        output(*ASKED, "--rebuild-hours", "156", "--device-size", "8TB", "--unreadable", "1e-15",
-               "--simulate", "20000", "--seed", "3", "--json")
-    )  # fmt: skip
+        output(
+            *ASKED,
+            "--rebuild-hours",
+            "156",
+            "--device-size",
+            "8TB",
+            "--unreadable",
+            "1e-15",
+            "--simulate",
+            "20000",
+            "--seed",
+            "3",
+            "--json",
+        )
+    )
     assert found["poisson_window"]["nines"] == pytest.approx(12.016, abs=0.001)
     assert found["markov"]["nines"] == pytest.approx(11.75, abs=0.005)
     assert found["simulated"]["low"] < found["closed_form"]["losses_per_year"]
@@ -247,19 +292,37 @@ def test_a_scheme_must_be_whole_again_sooner_where_sectors_cannot_be_read() -> N
 
 def test_command_has_no_figure_for_a_loss_that_never_comes() -> None:
     """Beyond what a float holds: null in JSON, "any time" in the table."""
-    words = ("durability", "--data", "1", "--parity", "64", "--afr", "1e-6", "--rebuild-hours",
-             "0.001")  # fmt: skip
+    words = (
+        "durability",
+        "--data",
+        "1",
+        "--parity",
+        "64",
+        "--afr",
+        "1e-6",
+        "--rebuild-hours",
+        "0.001",
+    )
     found = json.loads(output(*words, "--json"), parse_constant=pytest.fail)
-    assert found["markov"] == {"losses_per_year": 0.0, "probability": 0.0, "nines": None,
-                               "mean_years_to_loss": None}  # fmt: skip
+    assert found["markov"] == {
+        "losses_per_year": 0.0,
+        "probability": 0.0,
+        "nines": None,
+        "mean_years_to_loss": None,
+    }
     assert "any time" in output(*words)
 
 
 @pytest.mark.parametrize(
     "words",
-    [(), ("--rebuild-rate", "200MB"), ("--rebuild-hours", "1", "--rebuild-rate", "1MB"),
-     ("--rebuild-hours", "0"), ("--rebuild-hours", "1", "--unreadable", "1e-15")],
-)  # fmt: skip
+    [
+        (),
+        ("--rebuild-rate", "200MB"),
+        ("--rebuild-hours", "1", "--rebuild-rate", "1MB"),
+        ("--rebuild-hours", "0"),
+        ("--rebuild-hours", "1", "--unreadable", "1e-15"),
+    ],
+)
 def test_command_refuses_what_does_not_fit(words: tuple[str, ...]) -> None:
     done = CliRunner().invoke(app, [*ASKED, *words])
     assert isinstance(done.exception, ConfigError)

@@ -11,10 +11,10 @@ import pytest
 from hpstore import errors
 from hpstore.errors import HpstoreError
 
-DEFINED = [
+DEFINED: list[type[HpstoreError]] = [
     v for v in vars(errors).values() if isinstance(v, type) and v.__module__ == errors.__name__
 ]
-CLASSES = [kind for kind in DEFINED if not issubclass(kind, Warning)]
+CLASSES: list[type[HpstoreError]] = [kind for kind in DEFINED if not issubclass(kind, Warning)]
 every_class = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 
 

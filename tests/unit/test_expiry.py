@@ -52,9 +52,12 @@ class Expiring:
         """The old step goes in so many milliseconds."""
         now = self.clock.wall_ms()
         made = Expiry(
-            reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
-            expected_ms=now + after_ms, limit_ms=now + limit_ms,
-        )  # fmt: skip
+            reason="step 1 goes",
+            sizes={OLD: len(BODIES[OLD])},
+            instead=(NEW,),
+            expected_ms=now + after_ms,
+            limit_ms=now + limit_ms,
+        )
         pool.put(note_key("run"), made.encode())
 
     def without(self, count: int = 1) -> None:
@@ -227,9 +230,14 @@ def test_a_damaged_note_is_refused(body: bytes) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"expected_ms": 1 << 63}, {"limit_ms": -(1 << 62)}, {"sizes": {"a/x": -1}},
-     {"sizes": {"a/x": None}}, {"sizes": {"a/x": []}}],
-)  # fmt: skip
+    [
+        {"expected_ms": 1 << 63},
+        {"limit_ms": -(1 << 62)},
+        {"sizes": {"a/x": -1}},
+        {"sizes": {"a/x": None}},
+        {"sizes": {"a/x": []}},
+    ],
+)
 def test_a_note_of_impossible_numbers_is_refused(change: dict[str, object]) -> None:
     """It would stop the healing of a whole pool. (Case t20_expiring.)"""
     note = Expiry(reason="r", sizes={"a/x": 1}, instead=(), expected_ms=1, limit_ms=2)
@@ -259,9 +267,12 @@ class Tending:
         tended.rounds(900, step=45)
         now = tended.clock.wall_ms()
         note = Expiry(
-            reason="step 1 goes", sizes={OLD: len(BODIES[OLD])}, instead=(NEW,),
-            expected_ms=now, limit_ms=now + limit_ms,
-        )  # fmt: skip
+            reason="step 1 goes",
+            sizes={OLD: len(BODIES[OLD])},
+            instead=(NEW,),
+            expected_ms=now,
+            limit_ms=now + limit_ms,
+        )
         tended.pool.put(note_key("run"), note.encode())
         tended.rounds(300, step=50)
         assert tended.status is not None

@@ -41,8 +41,9 @@ def test_trees_from_json_score_as_scikit_learn_to_the_last_bit() -> None:
             fitted = HistGradientBoostingClassifier(max_iter=15, **settings).fit(rows, target)
         made = booster_from_sklearn(fitted)
         back = booster_from_dict(json.loads(json.dumps(made.as_dict(), allow_nan=False)), 6)
-        asked = np.concatenate([rows, rng.normal(0, 9, (9000, 6)),
-                                np.full((1, 6), np.nan), np.full((1, 6), np.inf)])  # fmt: skip
+        asked = np.concatenate(
+            [rows, rng.normal(0, 9, (9000, 6)), np.full((1, 6), np.nan), np.full((1, 6), np.inf)]
+        )
         expected = fitted.decision_function(asked)
         assert (made.score(asked) == expected).all()
         assert (back.score(asked) == expected).all()
@@ -56,8 +57,9 @@ def test_a_model_judges_the_same_after_a_trip_through_json(model: ForecastModel)
     for ours, theirs in zip(model.scores(every, masks), back.scores(every, masks), strict=True):
         assert np.array_equal(ours, theirs, equal_nan=True)
     assert back.card.as_dict() == json.loads(json.dumps(model.card.as_dict())) | {
-        "files": ("a.csv",), "limits": model.card.limits
-    }  # fmt: skip
+        "files": ("a.csv",),
+        "limits": model.card.limits,
+    }
     assert back.to_json() == model.to_json()
 
 
@@ -103,7 +105,7 @@ HOSTILE: dict[str, Break] = {
     "another format": lambda b: b.update(format="pickle"),
     "no version": lambda b: b.update(version="1"),
     "not a table": lambda b: b.update(parts={}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -120,9 +122,18 @@ def test_texts_that_are_no_models_are_refused(model: ForecastModel) -> None:
     """Cut short, one digit changed, infinity, depth, bytes, a newer format."""
     text = model.to_json()
     flipped = text.replace('"version": 1', '"version": 1, "x": 1')
-    for hostile in (text[:-40], flipped, text.replace('"windows":', '"windows": 1, "w":', 1),
-                    text.replace('"baseline": ', '"baseline": Infinity, "b": ', 1), "[" * 100_000,
-                    b"\x80\x04\x95", b"\xff\xfe", "", "null", "[]"):  # fmt: skip
+    for hostile in (
+        text[:-40],
+        flipped,
+        text.replace('"windows":', '"windows": 1, "w":', 1),
+        text.replace('"baseline": ', '"baseline": Infinity, "b": ', 1),
+        "[" * 100_000,
+        b"\x80\x04\x95",
+        b"\xff\xfe",
+        "",
+        "null",
+        "[]",
+    ):
         with pytest.raises(ForecastError, match="damaged or not one of ours"):
             model_from_json(hostile)
     with pytest.raises(FormatTooNew, match="upgrade"):
@@ -132,8 +143,11 @@ def test_texts_that_are_no_models_are_refused(model: ForecastModel) -> None:
 def test_a_drive_has_no_part_in_what_judges_it(model: ForecastModel) -> None:
     """A drive of fold 0 becomes another one altogether: trees and thresholds of part 0 stay the
     same to the last bit, those of part 1 do not."""
-    number = next(i for i, d in enumerate(FLEET) if not d.failed and len(d.counts) > 60
-                  and fold_of(model.salt, d.serial, 2) == 0)  # fmt: skip
+    number = next(
+        i
+        for i, d in enumerate(FLEET)
+        if not d.failed and len(d.counts) > 60 and fold_of(model.salt, d.serial, 2) == 0
+    )
     changed = list(FLEET)
     counts = FLEET[number].counts.copy()
     counts[20:] += np.arange(len(counts) - 20)[:, None] * 50
@@ -161,7 +175,9 @@ def test_nothing_after_the_last_known_day_is_learned(model: ForecastModel) -> No
 
 def test_the_same_files_and_seed_give_the_same_model(model: ForecastModel) -> None:
     """Byte by byte; another seed gives another."""
-    again, other = (train(histories(FLEET), until=UNTIL, files=["a.csv"], options=options)
-                    for options in (OPTIONS, replace(OPTIONS, seed=1)))  # fmt: skip
+    again, other = (
+        train(histories(FLEET), until=UNTIL, files=["a.csv"], options=options)
+        for options in (OPTIONS, replace(OPTIONS, seed=1))
+    )
     assert again.to_json() == model.to_json()
     assert other.to_json() != model.to_json()

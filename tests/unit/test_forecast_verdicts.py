@@ -34,8 +34,9 @@ def drive(**counters: list[float]) -> DriveHistory:
     values = np.full((length, len(COUNTERS)), np.nan)
     for name, column in counters.items():
         values[:, INDEX[name]] = column
-    return DriveHistory(serial="A", family="ST4000DM000", values=values,
-                        days=FIRST.toordinal() + np.arange(length))  # fmt: skip
+    return DriveHistory(
+        serial="A", family="ST4000DM000", values=values, days=FIRST.toordinal() + np.arange(length)
+    )
 
 
 def test_the_rule_score_is_rises_and_a_quarter_of_levels() -> None:
@@ -63,8 +64,11 @@ def test_a_rule_score_forgets_rises_after_14_days() -> None:
 
 def test_nvme_errors_and_lost_spare_blocks_count() -> None:
     """9 new media errors, 4 per cent of spare blocks gone; wear of 130 % is no sign."""
-    found = drive(nvme_media_errors=[0.0] * 14 + [9.0], nvme_available_spare=[100.0] * 14 + [96.0],
-                  nvme_percentage_used=[130.0] * 15)  # fmt: skip
+    found = drive(
+        nvme_media_errors=[0.0] * 14 + [9.0],
+        nvme_available_spare=[100.0] * 14 + [96.0],
+        nvme_percentage_used=[130.0] * 15,
+    )
     assert rule_scores(found.days, found.values)[-1] == 3 + 0.25 * 3 + 2
     assert [part.sentence() for part in evidence(found.days, found.values)] == [
         "media errors rose by 9 to 9 in 14 days",
@@ -77,14 +81,23 @@ def test_verdicts_without_a_model() -> None:
     forecaster = FailureForecaster()
     cases = [
         (drive(smart_5=[0.0] * 9), Risk.NONE, ()),
-        (drive(smart_5=[9.0] * 20), Risk.WATCH,
-         ("reallocated sectors stand at 9, unchanged for 14 days",)),
-        (drive(smart_187=[0.0] * 9 + [50.0]), Risk.WARN,
-         ("uncorrectable errors rose by 50 to 50 in 14 days",)),
-        (drive(smart_5=[0.0] * 9, **{SPEC_FLAG: [1.0] * 9}), Risk.FAILING,
-         ("it is failing by its own specification",)),
+        (
+            drive(smart_5=[9.0] * 20),
+            Risk.WATCH,
+            ("reallocated sectors stand at 9, unchanged for 14 days",),
+        ),
+        (
+            drive(smart_187=[0.0] * 9 + [50.0]),
+            Risk.WARN,
+            ("uncorrectable errors rose by 50 to 50 in 14 days",),
+        ),
+        (
+            drive(smart_5=[0.0] * 9, **{SPEC_FLAG: [1.0] * 9}),
+            Risk.FAILING,
+            ("it is failing by its own specification",),
+        ),
         (drive(smart_9=[5.0] * 9), Risk.UNKNOWN, ()),
-    ]  # fmt: skip
+    ]
     for history, risk, reasons in cases:
         found = forecaster.judge(history)
         assert (found.risk, found.reasons) == (risk, reasons)

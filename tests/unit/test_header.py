@@ -130,13 +130,31 @@ def test_a_damaged_page_is_damage_even_when_its_format_looks_newer() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"column": 6}, {"column": -1}, {"column": "1"}, {"column": 1.0}, {"size": -1},
-        {"data": 0}, {"parity": 0}, {"data": 40}, {"unit": 5000}, {"unit": 0}, {"code": "x"},
-        {"kind": "z"}, {"version": "1"}, {"key": "../x"}, {"key": ""}, {"devices": "abc"},
-        {"metadata": []}, {"pool": None}, {"key": None}, {"devices": None}, {"generation": None},
-        {"code": "copies"}, {"key": "\ud800"},
+        {"column": 6},
+        {"column": -1},
+        {"column": "1"},
+        {"column": 1.0},
+        {"size": -1},
+        {"data": 0},
+        {"parity": 0},
+        {"data": 40},
+        {"unit": 5000},
+        {"unit": 0},
+        {"code": "x"},
+        {"kind": "z"},
+        {"version": "1"},
+        {"key": "../x"},
+        {"key": ""},
+        {"devices": "abc"},
+        {"metadata": []},
+        {"pool": None},
+        {"key": None},
+        {"devices": None},
+        {"generation": None},
+        {"code": "copies"},
+        {"key": "\ud800"},
     ],
-)  # fmt: skip
+)
 def test_a_malformed_header_is_refused(changes: dict[str, object]) -> None:
     """Right digest, impossible facts: IntegrityError, never another exception."""
     with pytest.raises(IntegrityError, match="malformed"):
@@ -243,11 +261,15 @@ def test_every_flipped_byte_of_a_table_is_found() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"pool_id": "other"}, {"key": "other"}, {"version": Version(1, 2, 3)}, {"column": 4},
-        {"kind": Kind.COPY}, {"geometry": replace(HEADER.geometry, data=3, parity=3)},
+        {"pool_id": "other"},
+        {"key": "other"},
+        {"version": Version(1, 2, 3)},
+        {"column": 4},
+        {"kind": Kind.COPY},
+        {"geometry": replace(HEADER.geometry, data=3, parity=3)},
         {"version": HEADER.version._replace(revision=2)},
     ],
-)  # fmt: skip
+)
 def test_the_table_of_another_column_is_refused(change: dict[str, object]) -> None:
     """Pool, key, version with revision, kind, layout and column are all in the seed."""
     other = replace(HEADER, **change)  # type: ignore[arg-type]  # fields by name

@@ -26,8 +26,10 @@ def order(policy: Policy, word: Command, device: str = "d0") -> Policy:
 
 def quick(**changes: object) -> PolicyConfig:
     """Without the guards of rate and of many bad ones."""
-    return replace(PolicyConfig(removal_seconds=0.1, removals_per_hour_ratio=1.0,
-                                bad_ratio_most=1.0), **changes)  # type: ignore[arg-type]  # fmt: skip
+    return replace(
+        PolicyConfig(removal_seconds=0.1, removals_per_hour_ratio=1.0, bad_ratio_most=1.0),
+        **changes,  # type: ignore[arg-type]
+    )
 
 
 @pytest.mark.parametrize(("parity", "most"), [(1, 0), (2, 1), (3, 2), (4, 3)])

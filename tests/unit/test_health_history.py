@@ -29,18 +29,27 @@ ERRORS = "health_history_error_total"
 
 def tick(device: str = "d0", score: float = 1.5) -> Tick:
     sample = Sample(
-        ios=40, nbytes=1 << 20, errors=0, dropped=0, seconds_mean=2e-3,
+        ios=40,
+        nbytes=1 << 20,
+        errors=0,
+        dropped=0,
+        seconds_mean=2e-3,
         scores={Operation.READ: score, Operation.SYNC: 1.0},
         counts={Operation.READ: 30, Operation.SYNC: 10},
-    )  # fmt: skip
+    )
     return Tick(now_seconds=5.0, reference_seconds=1e-3, samples={device: sample}, signs={})
 
 
 def decision(at: float, reason: str = "slow") -> Decision:
     return Decision(
-        at_seconds=at, device="d0", was=HealthState.ONLINE, becomes=HealthState.SUSPECT,
-        reason=reason, role=Role.AGENT, dry_run=True,
-    )  # fmt: skip
+        at_seconds=at,
+        device="d0",
+        was=HealthState.ONLINE,
+        becomes=HealthState.SUSPECT,
+        reason=reason,
+        role=Role.AGENT,
+        dry_run=True,
+    )
 
 
 @pytest.fixture
@@ -58,11 +67,23 @@ def test_samples_and_decisions_come_back_in_a_later_process(path: Path) -> None:
         history.add_decisions([])
         with closing(History(path, metrics, read_only=True)) as reader:
             assert reader.samples("d0", 0.0) == [
-                PastSample(at_seconds=1000.0, device="d0", operation=Operation.READ, ios=30,
-                           score=1.5, reference_seconds=1e-3),
-                PastSample(at_seconds=1000.0, device="d0", operation=Operation.SYNC, ios=10,
-                           score=1.0, reference_seconds=1e-3),
-            ]  # fmt: skip
+                PastSample(
+                    at_seconds=1000.0,
+                    device="d0",
+                    operation=Operation.READ,
+                    ios=30,
+                    score=1.5,
+                    reference_seconds=1e-3,
+                ),
+                PastSample(
+                    at_seconds=1000.0,
+                    device="d0",
+                    operation=Operation.SYNC,
+                    ios=10,
+                    score=1.0,
+                    reference_seconds=1e-3,
+                ),
+            ]
             assert reader.samples("d0", 1000.5) == []
             said = replace(decision(1002.0, "slower"), process=this_process())
             assert reader.decisions(1) == [said]

@@ -38,8 +38,14 @@ def test_every_call_is_noted_with_its_operation_and_bytes() -> None:
     found = list(zip(rows.operation.tolist(), rows.nbytes.tolist(), strict=True))
     size = 3 * PAGE
     assert found == [
-        (META, size), (WRITE, size), (SYNC, 0), (META, 0), (SYNC, 0), (META, 0), (READ, size)
-    ]  # fmt: skip
+        (META, size),
+        (WRITE, size),
+        (SYNC, 0),
+        (META, 0),
+        (SYNC, 0),
+        (META, 0),
+        (READ, size),
+    ]
     assert set(rows.outcome) == {IoOutcome.OK}
     assert set(rows.in_flight) == {1}
 
@@ -55,9 +61,13 @@ def test_the_time_is_that_of_the_device_call_by_the_clock() -> None:
 
 @pytest.mark.parametrize(
     ("letter", "kind", "counts"),
-    [("E", DeviceError, True), ("D", DeviceError, True), ("N", DeviceFull, False),
-     ("O", DeviceReadOnly, False)],
-)  # fmt: skip
+    [
+        ("E", DeviceError, True),
+        ("D", DeviceError, True),
+        ("N", DeviceFull, False),
+        ("O", DeviceReadOnly, False),
+    ],
+)
 def test_errors_count_but_a_full_or_read_only_device_is_no_failing_one(
     letter: str, kind: type[DeviceError], counts: bool
 ) -> None:
@@ -122,9 +132,14 @@ def disk(root: Path, directory: Path, name: str, rotates: str, *, partition: boo
 
 @pytest.mark.parametrize(
     ("name", "rotates", "media"),
-    [("nvme0n1", "0", Media.NVME), ("sda", "0", Media.SSD), ("sda", "1", Media.HDD),
-     ("vda", "1", Media.UNKNOWN), ("loop3", "1", Media.UNKNOWN)],
-)  # fmt: skip
+    [
+        ("nvme0n1", "0", Media.NVME),
+        ("sda", "0", Media.SSD),
+        ("sda", "1", Media.HDD),
+        ("vda", "1", Media.UNKNOWN),
+        ("loop3", "1", Media.UNKNOWN),
+    ],
+)
 @pytest.mark.parametrize("partition", [True, False])
 def test_the_kind_of_a_disk_is_what_the_system_says(
     tmp_path: Path, name: str, rotates: str, media: Media, partition: bool

@@ -27,16 +27,22 @@ class Batches:
 
     def __init__(self) -> None:
         self.telemetry = Telemetry()
-        meters = {d: DeviceMeter(self.telemetry.recorder(d), lambda: 0.0, lambda: None)
-                  for d in DEVICES}  # fmt: skip
+        meters = {
+            d: DeviceMeter(self.telemetry.recorder(d), lambda: 0.0, lambda: None) for d in DEVICES
+        }
         routing = SimpleNamespace(meter=meters.get, timed=lambda: True)
         clock = SimpleNamespace(monotonic=lambda: 0.0)
         self._store: Any = SimpleNamespace(routing=routing, clock=clock)
 
     def read(
-        self, reads: Mapping[str, int], seconds: Mapping[str, float], *, nbytes: int = MIB,
-        results: Mapping[str, int] | None = None, most: int = 96,
-    ) -> None:  # fmt: skip
+        self,
+        reads: Mapping[str, int],
+        seconds: Mapping[str, float],
+        *,
+        nbytes: int = MIB,
+        results: Mapping[str, int] | None = None,
+        most: int = 96,
+    ) -> None:
         """A batch whose reads took so long, by device."""
         counts = list(reads.values())
         meter = BatchMeter(self._store, reads, most)
@@ -136,9 +142,11 @@ def test_nobody_looks_slow_by_how_much_it_has_to_read(reads: list[int], way: str
 
 
 def _read_sizes(
-    batches: Batches, reads: Mapping[str, int], seconds: Mapping[str, float],
+    batches: Batches,
+    reads: Mapping[str, int],
+    seconds: Mapping[str, float],
     sizes: Mapping[str, int],
-) -> None:  # fmt: skip
+) -> None:
     """As `read`, with the size of each device's reads."""
     counts = list(reads.values())
     flat = np.repeat([sizes[device] for device in reads], counts)

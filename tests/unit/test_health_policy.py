@@ -66,8 +66,12 @@ def test_probation_gives_reads_back_in_three_steps() -> None:
 
 def test_a_relapse_doubles_the_sit_out_up_to_four_hours() -> None:
     """10, 20, 40 minutes ...; no other device is kept from sitting out by it."""
-    policy, minutes = Policy(replace(PROCESS, strikes=99, changes_per_hour=99,
-                                     sat_out_most_seconds=1e9)).probation(), []  # fmt: skip
+    policy, minutes = (
+        Policy(
+            replace(PROCESS, strikes=99, changes_per_hour=99, sat_out_most_seconds=1e9)
+        ).probation(),
+        [],
+    )
     for _ in range(6):
         policy.round(suspect=["d0"])
         assert policy.states() == {"d0": S.SITOUT}
@@ -317,8 +321,15 @@ def test_a_forecast_warns_and_drains_only_if_that_is_wanted() -> None:
     assert policy.round().asked() == []
     assert policy.round(after=86400).asked() == [(ActionKind.WARN, "d0")]
     assert policy.states() == {}
-    policy = Policy(replace(AGENT, forecast_drains=True, removal_seconds=1, bad_ratio_most=1.0,
-                            removals_per_hour_ratio=1.0))  # fmt: skip
+    policy = Policy(
+        replace(
+            AGENT,
+            forecast_drains=True,
+            removal_seconds=1,
+            bad_ratio_most=1.0,
+            removals_per_hour_ratio=1.0,
+        )
+    )
     policy.fact("d0", forecast=ForecastOutlook.FATAL, domain="h")
     policy.fact("d1", forecast=ForecastOutlook.ALARM, domain="h")
     policy.fact("d2", forecast=ForecastOutlook.ALARM)
@@ -386,9 +397,15 @@ def test_a_clock_that_was_a_year_ahead_freezes_nothing_when_it_is_right_again() 
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"sitout_seconds": 0.0}, {"reserve": 0}, {"probation_shares": (0.5, 0.1, 1.0)},
-              {"probation_shares": (0.5,)}, {"probation_shares": ()}],
-)  # fmt: skip
+    "wrong",
+    [
+        {"sitout_seconds": 0.0},
+        {"reserve": 0},
+        {"probation_shares": (0.5, 0.1, 1.0)},
+        {"probation_shares": (0.5,)},
+        {"probation_shares": ()},
+    ],
+)
 def test_limits_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     """At once."""
     with pytest.raises(ConfigError):

@@ -131,8 +131,10 @@ def test_calls_in_flight_are_counted_and_the_oldest_is_known() -> None:
 
 def test_syncs_are_an_operation_of_their_own() -> None:
     """By the names that device wrappers give."""
-    assert [OPERATIONS.get(name, META) for name in ("read", "write", "sync", "sync_directory",
-            "publish")] == [READ, WRITE, SYNC, SYNC, META]  # fmt: skip
+    assert [
+        OPERATIONS.get(name, META)
+        for name in ("read", "write", "sync", "sync_directory", "publish")
+    ] == [READ, WRITE, SYNC, SYNC, META]
 
 
 class Load:
@@ -143,9 +145,16 @@ class Load:
         self.now = 0.0
 
     def ios(
-        self, device: str, count: int, *, operation: Operation = READ, nbytes: int = 64 * KIB,
-        depth: int = 1, factor: float = 1.0, outcome: IoOutcome = IoOutcome.OK,
-    ) -> None:  # fmt: skip
+        self,
+        device: str,
+        count: int,
+        *,
+        operation: Operation = READ,
+        nbytes: int = 64 * KIB,
+        depth: int = 1,
+        factor: float = 1.0,
+        outcome: IoOutcome = IoOutcome.OK,
+    ) -> None:
         """Calls of one device; those of a deep queue wait for each other."""
         usual = {READ: 1e-4, WRITE: 3e-4, SYNC: 1e-2, META: 5e-3}[operation]
         seconds = factor * depth * (usual + 1e-3 * nbytes / MIB)
@@ -198,8 +207,9 @@ def test_four_times_the_load_is_no_slowness_and_hides_none(factor: float) -> Non
     """Calls that wait for each other take longer; per call in flight they do not."""
     load = Load()
     for device in DEVICES:
-        load.ios(device, 20, depth=8 if device == "d0" else 2,
-                 factor=factor if device == "d0" else 1.0)  # fmt: skip
+        load.ios(
+            device, 20, depth=8 if device == "d0" else 2, factor=factor if device == "d0" else 1.0
+        )
     assert ratios(load.tick())["d0"] == pytest.approx(factor)
 
 
@@ -207,8 +217,9 @@ def test_a_device_with_less_load_is_compared_with_busier_peers() -> None:
     """Generously: their time at more load, as it is."""
     load = Load()
     for device in DEVICES:
-        load.ios(device, 20, depth=2 if device == "d0" else 8,
-                 factor=20.0 if device == "d0" else 1.0)  # fmt: skip
+        load.ios(
+            device, 20, depth=2 if device == "d0" else 8, factor=20.0 if device == "d0" else 1.0
+        )
     assert ratios(load.tick())["d0"] == pytest.approx(5.0)
 
 
@@ -360,10 +371,17 @@ def test_a_size_class_holds_what_its_cell_holds(nbytes: int) -> None:
 def sampled(now_seconds: float, **ios: int) -> Tick:
     """A tick in which these devices have samples of so many reads, that take 1 ms each."""
     samples = {
-        device: Sample(ios=count, nbytes=count * KIB, errors=0, dropped=0, seconds_mean=1e-3,
-                       scores={READ: float(count)}, counts={READ: count})
+        device: Sample(
+            ios=count,
+            nbytes=count * KIB,
+            errors=0,
+            dropped=0,
+            seconds_mean=1e-3,
+            scores={READ: float(count)},
+            counts={READ: count},
+        )
         for device, count in ios.items()
-    }  # fmt: skip
+    }
     return Tick(now_seconds=now_seconds, reference_seconds=1.0, samples=samples, signs={})
 
 

@@ -101,9 +101,10 @@ def test_threads_are_started_in_one_place() -> None:
     """By what knows what to do when no more are to be had (docs/decisions/0107)."""
     elsewhere = re.compile(r"ThreadPoolExecutor\(|thread\.start\(\)|Thread\([^()]*\)\.start\(\)")
     found = {
-        module for module, path in modules().items()
+        module
+        for module, path in modules().items()
         if elsewhere.search(path.read_text())
         and not module.startswith(("hpstore.benchmarks", "hpstore.testing"))
-    }  # fmt: skip
+    }
     # a stream that is closed by its end catches every reason, also that the interpreter ends
     assert found == {"hpstore.runtime.threads", "hpstore.interop.filesystem.unclosed_streams"}

@@ -104,8 +104,11 @@ def test_labels_are_the_sorted_top_folders(tmp_path: Path) -> None:
     found = ImageFolder(tree(tmp_path))
     items = [found.load(i) for i in range(found.length)]
     assert [(item.name, item.sample and item.sample["label"]) for item in items] == [
-        ("a/1.png", 0), ("a/x/2.jpg", 0), ("b/0.JPEG", 1), ("b/1.jpg", 1),
-    ]  # fmt: skip
+        ("a/1.png", 0),
+        ("a/x/2.jpg", 0),
+        ("b/0.JPEG", 1),
+        ("b/1.jpg", 1),
+    ]
     assert found.classes == ["a", "b", "c"]
     assert found.ignored == 2  # notes.txt, top.jpg
 

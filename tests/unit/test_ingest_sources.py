@@ -35,8 +35,9 @@ def items_of(source: Source) -> list[SourceItem]:
 def plain(sample: Mapping[str, object] | None) -> dict[str, object]:
     """Arrays as lists, so that samples compare."""
     assert sample is not None
-    return {k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v
-            for k, v in sample.items()}  # fmt: skip
+    return {
+        k: v.tolist() if isinstance(v, np.ndarray | np.generic) else v for k, v in sample.items()
+    }
 
 
 def check_restart(source: Source) -> None:
@@ -60,9 +61,15 @@ def write_tar(path: Path, files: Mapping[str, bytes], mode: str = "w") -> None:
 
 def shard(first: int, count: int) -> dict[str, bytes]:
     """Members of `count` samples as WebDataset writes them."""
-    return {f"d/{n:04d}.{ext}": data for n in range(first, first + count)
-            for ext, data in (("cls", b"%d" % n), ("txt", f"né {n}".encode()),
-                              ("seg.bin", bytes([n % 256]) * (n + 1)))}  # fmt: skip
+    return {
+        f"d/{n:04d}.{ext}": data
+        for n in range(first, first + count)
+        for ext, data in (
+            ("cls", b"%d" % n),
+            ("txt", f"né {n}".encode()),
+            ("seg.bin", bytes([n % 256]) * (n + 1)),
+        )
+    }
 
 
 @pytest.mark.parametrize(("ending", "mode"), [(".tar", "w"), (".tar.gz", "w:gz")])
@@ -127,8 +134,14 @@ def test_bad_members_of_a_tar_are_named_by_key(tmp_path: Path) -> None:
     """A .cls and a .txt that are no UTF-8, a cut image, a member twice."""
     path = tmp_path / "s.tar"
     with tarfile.open(path, "w") as tar:
-        for name, data in [("a.cls", b"\xff"), ("b.txt", b"\xff"), ("c.jpg", b"\xff\xd8cut"),
-                           ("d.bin", b"1"), ("d.bin", b"2"), ("e.cls", b"1")]:  # fmt: skip
+        for name, data in [
+            ("a.cls", b"\xff"),
+            ("b.txt", b"\xff"),
+            ("c.jpg", b"\xff\xd8cut"),
+            ("d.bin", b"1"),
+            ("d.bin", b"2"),
+            ("e.cls", b"1"),
+        ]:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
@@ -152,11 +165,14 @@ def test_numpy_files_and_folders(tmp_path: Path) -> None:
     a.tofile(tmp_path / "raw")
     mapped = np.memmap(tmp_path / "raw", a.dtype, "r", shape=a.shape)
     for source, names in [
-        (tmp_path / "a.npy", ("data",)), (tmp_path, ("a", "b")),
+        (tmp_path / "a.npy", ("data",)),
+        (tmp_path, ("a", "b")),
         (tmp_path / "both.npz", ("x", "y")),
-        (made, ("p", "q")), ({"u": a, "v": b}, ("u", "v")),
-        (mapped, ("data",)), (np.load(tmp_path / "a.npy", mmap_mode="r"), ("data",)),
-    ]:  # fmt: skip
+        (made, ("p", "q")),
+        ({"u": a, "v": b}, ("u", "v")),
+        (mapped, ("data",)),
+        (np.load(tmp_path / "a.npy", mmap_mode="r"), ("data",)),
+    ]:
         opened = open_source(source, format="numpy" if source is tmp_path else "auto")
         found = [plain(item.sample) for item in items_of(opened)]
         assert found == [dict(zip(names, (a[i].tolist(), i), strict=False)) for i in range(4)]
@@ -167,10 +183,12 @@ def test_arrays_that_are_no_samples_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "o.npy", np.array([{}], object), allow_pickle=True)
     (tmp_path / "bad.npz").write_bytes(b"PK")
     for source, said in [
-        (tmp_path / "o.npy", "o.npy"), (tmp_path / "bad.npz", "bad.npz"),
-        ({"a": np.zeros(3), "b": np.zeros(4)}, "a 3, b 4"), (np.array(1.0), "no first axis"),
+        (tmp_path / "o.npy", "o.npy"),
+        (tmp_path / "bad.npz", "bad.npz"),
+        ({"a": np.zeros(3), "b": np.zeros(4)}, "a 3, b 4"),
+        (np.array(1.0), "no first axis"),
         (np.array(["x"]), "dtype"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(ConfigError, match=said):
             open_source(source)
 
@@ -234,16 +252,40 @@ def test_what_a_dataset_raises_is_its_records_problem() -> None:
 def test_fields_are_inferred_from_samples() -> None:
     """Types from values; a first dimension that differs is ragged; ints and floats are floats."""
     samples = [
-        {"i": 1, "f": 1, "s": "x", "b": b"x", "t": torch.zeros(2, 3), "r": np.zeros((4, 2), "u1"),
-         "n": np.float16(1), "h": torch.zeros(5, dtype=torch.bfloat16), "e": np.zeros(0)},
-        {"i": 2, "f": 0.5, "s": "", "b": b"", "t": torch.ones(2, 3), "r": np.zeros((0, 2), "u1"),
-         "n": np.float16(2), "h": torch.ones(5, dtype=torch.bfloat16), "e": np.zeros(3)},
-    ]  # fmt: skip
+        {
+            "i": 1,
+            "f": 1,
+            "s": "x",
+            "b": b"x",
+            "t": torch.zeros(2, 3),
+            "r": np.zeros((4, 2), "u1"),
+            "n": np.float16(1),
+            "h": torch.zeros(5, dtype=torch.bfloat16),
+            "e": np.zeros(0),
+        },
+        {
+            "i": 2,
+            "f": 0.5,
+            "s": "",
+            "b": b"",
+            "t": torch.ones(2, 3),
+            "r": np.zeros((0, 2), "u1"),
+            "n": np.float16(2),
+            "h": torch.ones(5, dtype=torch.bfloat16),
+            "e": np.zeros(3),
+        },
+    ]
     assert infer_fields(samples) == {
-        "i": Field("int64"), "f": Field("float64"), "s": Field("str"), "b": Field("bytes"),
-        "t": Field("float32", (2, 3)), "r": Field("uint8", (None, 2)), "n": Field("float16"),
-        "h": Field("bfloat16", (5,)), "e": Field("float64", (None,)),
-    }  # fmt: skip
+        "i": Field("int64"),
+        "f": Field("float64"),
+        "s": Field("str"),
+        "b": Field("bytes"),
+        "t": Field("float32", (2, 3)),
+        "r": Field("uint8", (None, 2)),
+        "n": Field("float16"),
+        "h": Field("bfloat16", (5,)),
+        "e": Field("float64", (None,)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -254,7 +296,7 @@ def test_fields_are_inferred_from_samples() -> None:
         ([{"a": np.zeros((2, 3))}, {"a": np.zeros((2, 4))}], "first dimension"),
         ([{"a": np.zeros(2)}, {"a": np.zeros(2, "f4")}], "float64 and float32"),
     ],
-)  # fmt: skip
+)
 def test_what_no_field_can_hold_is_said(samples: list[dict[str, object]], said: str) -> None:
     """With the name of the field."""
     with pytest.raises(ConfigError, match=said):

@@ -24,11 +24,30 @@ NAME = ColumnName(version=Version(5, 6, 7), kind=Kind.COLUMN, column=3, data=4, 
 @pytest.mark.parametrize(
     "key",
     [
-        "", "/", "/a", "a/", "a//b", ".", "..", "a/../b", "a/./b", "a/..",
-        "a\0b", "a\nb", "a\tb", "a\x7fb", "\x1b[31m",
-        "x" * 5000, "x/" * 600 + "x", "x" * 256, "a/" + "ä" * 128, "%" * 86, "\ud800", "a/\udfff",
+        "",
+        "/",
+        "/a",
+        "a/",
+        "a//b",
+        ".",
+        "..",
+        "a/../b",
+        "a/./b",
+        "a/..",
+        "a\0b",
+        "a\nb",
+        "a\tb",
+        "a\x7fb",
+        "\x1b[31m",
+        "x" * 5000,
+        "x/" * 600 + "x",
+        "x" * 256,
+        "a/" + "ä" * 128,
+        "%" * 86,
+        "\ud800",
+        "a/\udfff",
     ],
-)  # fmt: skip
+)
 def test_bad_keys_are_refused(key: str) -> None:
     """Empty or dotted components, control characters, too long, not Unicode."""
     with pytest.raises(InvalidKey):
@@ -44,9 +63,27 @@ def test_keys_are_str(key: object) -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["a", "a/b", "...", ".hidden", "a b", "ä/日本/🎉", "@a", "a@", "100%", "%41", "x" * 255, "\\",
-     "-", "~", "x/" * 511 + "xx", "CON", "a:b", "*"],
-)  # fmt: skip
+    [
+        "a",
+        "a/b",
+        "...",
+        ".hidden",
+        "a b",
+        "ä/日本/🎉",
+        "@a",
+        "a@",
+        "100%",
+        "%41",
+        "x" * 255,
+        "\\",
+        "-",
+        "~",
+        "x/" * 511 + "xx",
+        "CON",
+        "a:b",
+        "*",
+    ],
+)
 def test_good_keys_are_returned_as_they_are(key: str) -> None:
     """Whatever a directory can be called, with its place inside objects/."""
     assert check_key(key) == key
@@ -95,8 +132,30 @@ def test_reserved_characters_come_back(part: str, folding: bool) -> None:
 
 def test_folding_never_maps_two_keys_together() -> None:
     """Names differ even after the filesystem lower-cases and normalises them."""
-    parts = ["a", "A", "%41", "%61", "ä", "Ä", "a\u0308", "A\u0308", "ß", "SS", "ss", "\u017f", "K",
-             "\u212a", "k", "İ", "i̇", "@a", "@A", "%40a", "ﬁ", "fi"]  # fmt: skip
+    parts = [
+        "a",
+        "A",
+        "%41",
+        "%61",
+        "ä",
+        "Ä",
+        "a\u0308",
+        "A\u0308",
+        "ß",
+        "SS",
+        "ss",
+        "\u017f",
+        "K",
+        "\u212a",
+        "k",
+        "İ",
+        "i̇",
+        "@a",
+        "@A",
+        "%40a",
+        "ﬁ",
+        "fi",
+    ]
     names = [escape(part, folding=True) for part in parts]
     assert all(name.isascii() and name == name.casefold() for name in names)
     assert len(set(names)) == len(parts)
@@ -119,10 +178,20 @@ def test_column_names_read_back() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "x", str(NAME)[1:], str(NAME) + ".tmp", str(NAME).replace(".c", ".x"),
-     str(NAME).upper(), str(NAME).replace("c03", "c3"), str(NAME).replace("4+2", "4-2"),
-     str(NAME) + "\n", " " + str(NAME), str(NAME).replace("4+2", "4+123")],
-)  # fmt: skip
+    [
+        "",
+        "x",
+        str(NAME)[1:],
+        str(NAME) + ".tmp",
+        str(NAME).replace(".c", ".x"),
+        str(NAME).upper(),
+        str(NAME).replace("c03", "c3"),
+        str(NAME).replace("4+2", "4-2"),
+        str(NAME) + "\n",
+        " " + str(NAME),
+        str(NAME).replace("4+2", "4+123"),
+    ],
+)
 def test_other_names_are_no_columns(name: str) -> None:
     """A stray file in a key's directory is passed over."""
     assert parse_column_name(name) is None

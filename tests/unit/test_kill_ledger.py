@@ -69,7 +69,9 @@ def test_a_delete_that_does_not_find_what_must_be_there_is_a_loss(tmp_path: Path
     harness, ledger = torn(tmp_path)
     ledger.read([f"begin k {ABSENT}", f"none k {ABSENT}", f"begin x {ABSENT}", f"none x {ABSENT}"])
     with harness.open() as pool:
-        assert [text.startswith("a delete did not find k") for text in
-                ledger.check(pool, [], settles=True)] == [True]  # fmt: skip
+        assert [
+            text.startswith("a delete did not find k")
+            for text in ledger.check(pool, [], settles=True)
+        ] == [True]
     ledger.read([f"begin k {ABSENT}", f"none k {ABSENT}"])
     assert ledger.not_found == []

@@ -87,10 +87,20 @@ def test_a_state_of_a_newer_hpstore_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": None}, {"version": 0}, {"samples": -1}, {"samples": 1.5}, {"epoch": "3"},
-     {"order": None}, {"order": "{"}, {"epoch": True},
-     {"fingerprints": "ab12"}, {"fingerprints": [1]}, {"seed": None}],
-)  # fmt: skip
+    [
+        {"version": None},
+        {"version": 0},
+        {"samples": -1},
+        {"samples": 1.5},
+        {"epoch": "3"},
+        {"order": None},
+        {"order": "{"},
+        {"epoch": True},
+        {"fingerprints": "ab12"},
+        {"fingerprints": [1]},
+        {"seed": None},
+    ],
+)
 def test_what_is_no_state_is_refused(change: dict[str, object]) -> None:
     """A sampler's state, a damaged one, another library's."""
     with pytest.raises(ConfigError, match="not the state of a hpstore loader"):

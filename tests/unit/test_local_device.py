@@ -95,9 +95,10 @@ def test_nothing_is_made_on_a_device_that_was_wiped(device: LocalDevice, name: s
     for entry in Path(device.url).iterdir():
         shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     calls: dict[str, Callable[[LocalDevice], object]] = {
-        **WRITES, "raise_counter": lambda d: d.raise_counter(MARK, 5),
+        **WRITES,
+        "raise_counter": lambda d: d.raise_counter(MARK, 5),
         "guarded publish": lambda _: handle.publish(PATH, HorizonGuard(counter=1)),
-    }  # fmt: skip
+    }
     with pytest.raises(DeviceMissing):
         calls[name](device)
     handle.abort()
@@ -304,11 +305,15 @@ def test_a_device_that_returns_other_bytes_fails_its_probe(
 @pytest.mark.parametrize(
     ("number", "kind"),
     [
-        (errno.ENOSPC, DeviceFull), (errno.EDQUOT, DeviceFull), (errno.EROFS, DeviceReadOnly),
-        (errno.EIO, DeviceError), (errno.ENODEV, DeviceMissing), (errno.ESTALE, DeviceMissing),
+        (errno.ENOSPC, DeviceFull),
+        (errno.EDQUOT, DeviceFull),
+        (errno.EROFS, DeviceReadOnly),
+        (errno.EIO, DeviceError),
+        (errno.ENODEV, DeviceMissing),
+        (errno.ESTALE, DeviceMissing),
         (errno.ETIMEDOUT, DeviceTimeout),
     ],
-)  # fmt: skip
+)
 def test_an_errno_becomes_the_class_that_fits(
     device: LocalDevice, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[DeviceError]
 ) -> None:

@@ -106,14 +106,23 @@ def test_a_missing_device_answers_nothing() -> None:
     reader, writer = device.open(PATH), device.create(PAGE)
     device.missing = True
     for call in (
-        lambda: device.open(PATH), lambda: device.entries("objects"), lambda: device.stamp(PATH),
-        lambda: device.read_small(PATH, 1), lambda: device.delete(PATH), lambda: device.sweep(),
-        lambda: device.probe(write=False), lambda: device.create(1),
-        lambda: device.write_small("x", b""), lambda: device.retire(PATH),
-        lambda: device.quarantine(PATH), lambda: device.sync_directory(PATH),
-        lambda: reader.read_into(0, np.zeros(PAGE, np.uint8)), lambda: writer.sync(),
-        lambda: writer.write(0, [pattern(PAGE)]), lambda: writer.publish(PATH),
-    ):  # fmt: skip
+        lambda: device.open(PATH),
+        lambda: device.entries("objects"),
+        lambda: device.stamp(PATH),
+        lambda: device.read_small(PATH, 1),
+        lambda: device.delete(PATH),
+        lambda: device.sweep(),
+        lambda: device.probe(write=False),
+        lambda: device.create(1),
+        lambda: device.write_small("x", b""),
+        lambda: device.retire(PATH),
+        lambda: device.quarantine(PATH),
+        lambda: device.sync_directory(PATH),
+        lambda: reader.read_into(0, np.zeros(PAGE, np.uint8)),
+        lambda: writer.sync(),
+        lambda: writer.write(0, [pattern(PAGE)]),
+        lambda: writer.publish(PATH),
+    ):
         with pytest.raises(DeviceMissing):
             call()
     writer.abort()

@@ -37,9 +37,12 @@ def normalising(monkeypatch: pytest.MonkeyPatch) -> None:
 def create(root: Path) -> hpstore.Pool:
     settings = Settings(memory_bytes=32 * MIB, run_directory=str(root / "run"))
     return hpstore.create(
-        [root / f"d{n}" for n in range(3)], data=1, parity=1, config=root / "pool.toml",
+        [root / f"d{n}" for n in range(3)],
+        data=1,
+        parity=1,
+        config=root / "pool.toml",
         settings=settings,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.usefixtures("normalising")

@@ -44,8 +44,11 @@ def test_a_feed_reads_on_over_epochs_and_knows_where_each_batch_ends() -> None:
         assert spans[:3] == [Span(epoch=0, start=n, stop=n + 3) for n in (0, 3, 6)]
         assert spans[3] == Span(epoch=1, start=0, stop=3)
         assert [(fed.after["epoch"], fed.after["samples"]) for fed in found] == [
-            (0, 3), (0, 6), (1, 0), (1, 3),
-        ]  # fmt: skip
+            (0, 3),
+            (0, 6),
+            (1, 0),
+            (1, 3),
+        ]
         feed.drop(3)
         assert feed.look(0)[0] is found[3]
 
@@ -129,8 +132,13 @@ def test_the_next_step_is_read_while_one_runs() -> None:
                 enough.set()
             return super().__getitem__(index)
 
-    both = Supply(DataLoader(Watched(), batch_size=2, drop_last=True), first=True, last=True,
-                  inputs="x", target="y")  # fmt: skip
+    both = Supply(
+        DataLoader(Watched(), batch_size=2, drop_last=True),
+        first=True,
+        last=True,
+        inputs="x",
+        target="y",
+    )
     both.begin(2)
     assert both.given(lazy=False)[0][0].flatten().tolist() == [0, 1, 2, 3]
     assert enough.wait(60), asked
@@ -174,8 +182,13 @@ def test_a_padded_or_dropped_last_micro_batch_may_be_a_whole_one(
 def test_a_loader_that_has_raised_is_asked_again_by_the_next_step() -> None:
     """The same micro-batches, none lost and none twice, once the sample can be read."""
     data = Numbers(broken=4)
-    both = Supply(DataLoader(data, batch_size=3, drop_last=True), first=True, last=True,
-                  inputs="x", target="y")  # fmt: skip
+    both = Supply(
+        DataLoader(data, batch_size=3, drop_last=True),
+        first=True,
+        last=True,
+        inputs="x",
+        target="y",
+    )
     both.begin(1)
     assert both.given(lazy=False)[0][0].flatten().tolist() == [0, 1, 2]
     both.finish()

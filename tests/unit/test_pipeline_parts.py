@@ -115,10 +115,15 @@ def tensor_parallel(
 ) -> list[RankStanding]:
     """2 stages x 2 tensor-parallel ranks; `reads`: what loaders of the first stage were told."""
     return [
-        RankStanding(stages=(n // 2,), num_stages=2, group=(n % 2, n % 2 + 2), data=data,
-                 reads=reads if n < 2 else None)
+        RankStanding(
+            stages=(n // 2,),
+            num_stages=2,
+            group=(n % 2, n % 2 + 2),
+            data=data,
+            reads=reads if n < 2 else None,
+        )
         for n in range(4)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -150,18 +155,22 @@ def test_data_and_tensor_parallel_pipelines_are_told_apart() -> None:
         ([*tensor_parallel((0, 1), None)[:3], standing((1,), 2, (1, 3))], ""),
         ([*tensor_parallel((0, 2), None)], "as many pipelines"),
         (
-            [RankStanding(stages=(0,), num_stages=2, data=(0, 2)),
-             RankStanding(stages=(1,), num_stages=2, data=(1, 2))],
+            [
+                RankStanding(stages=(0,), num_stages=2, data=(0, 2)),
+                RankStanding(stages=(1,), num_stages=2, data=(1, 2)),
+            ],
             "different samples",
         ),
         (
-            [RankStanding(stages=(0,), num_stages=1, group=(0,), data=(0, 1)),
-             standing((0,), 1, (1,))],
+            [
+                RankStanding(stages=(0,), num_stages=1, group=(0,), data=(0, 1)),
+                standing((0,), 1, (1,)),
+            ],
             "does not know",
         ),
         ([RankStanding(stages=(0,), num_stages=1, hungry=True)], "need a loader"),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_would_read_other_samples_are_refused(
     said: list[RankStanding], text: str
 ) -> None:
@@ -344,8 +353,9 @@ def test_the_extra_state_of_a_stage_is_the_whole_modules() -> None:
     whole.load_state_dict({**state, "_extra_state": 9})
     assert one.seen == 9
     assert set(module_state(whole)) == {
-        "_extra_state", *(f"layers.{n}.{part}" for n in (0, 1) for part in ("weight", "bias"))
-    }  # fmt: skip
+        "_extra_state",
+        *(f"layers.{n}.{part}" for n in (0, 1) for part in ("weight", "bias")),
+    }
     with pytest.raises(ConfigError, match="_extra_state"):
         merged([Extra(0), Extra(1)])
     hooked = Piece(2)

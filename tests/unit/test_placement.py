@@ -14,7 +14,7 @@ KEYS = [f"key/{i}" for i in range(3000)]
 def devices(count: int, per_domain: int = 1) -> list[Candidate]:
     return [
         Candidate(device=f"dev{i:02d}", domain=f"dom{i // per_domain:02d}") for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def ids(chosen: list[Candidate]) -> list[str]:
@@ -69,9 +69,17 @@ def test_domains_that_the_object_already_uses_are_avoided() -> None:
 
 @pytest.mark.parametrize(
     ("width", "domains", "parity", "cap"),
-    [(6, 6, 2, 1), (6, 3, 2, 2), (6, 2, 2, 2), (6, 4, 2, 2), (6, 100, 2, 1), (12, 1, 4, 4),
-     (6, 0, 2, 0), (3, 3, 1, 1)],
-)  # fmt: skip
+    [
+        (6, 6, 2, 1),
+        (6, 3, 2, 2),
+        (6, 2, 2, 2),
+        (6, 4, 2, 2),
+        (6, 100, 2, 1),
+        (12, 1, 4, 4),
+        (6, 0, 2, 0),
+        (3, 3, 1, 1),
+    ],
+)
 def test_domain_cap(width: int, domains: int, parity: int, cap: int) -> None:
     """PROTOCOL 3: ceil((k + m) / domains), never more than m."""
     assert domain_cap(width, domains, parity) == cap

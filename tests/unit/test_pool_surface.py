@@ -12,8 +12,20 @@ from hpstore.errors import AlreadyClosed
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
 
-OBJECTS = {"put", "put_many", "get", "read_into", "open", "open_many", "stat", "versions", "exists",
-           "list", "delete", "delete_many"}  # fmt: skip
+OBJECTS = {
+    "put",
+    "put_many",
+    "get",
+    "read_into",
+    "open",
+    "open_many",
+    "stat",
+    "versions",
+    "exists",
+    "list",
+    "delete",
+    "delete_many",
+}
 CARE = {"status", "scrub", "rebuild", "add_device", "drain", "evict", "readmit", "sit_out"}
 FACTS = {"data", "parity", "scheme", "config", "metrics", "read_only"}
 
@@ -26,9 +38,12 @@ def test_a_pool_shows_what_users_type_and_one_name_for_the_rest() -> None:
 
 def test_an_open_pool_shows_admin_besides(tmp_path: Path) -> None:
     with hpstore.create(
-        [tmp_path / d for d in "abc"], data=2, parity=1, config=tmp_path / "p.toml",
+        [tmp_path / d for d in "abc"],
+        data=2,
+        parity=1,
+        config=tmp_path / "p.toml",
         allow_root_disk=True,
-    ) as pool:  # fmt: skip
+    ) as pool:
         shown = {name for name in dir(pool) if not name.startswith("_")}
         assert shown == OBJECTS | CARE | FACTS | {"close", "admin"}
         assert pool.scheme == "2+1"

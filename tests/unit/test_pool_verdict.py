@@ -56,80 +56,101 @@ CASES: dict[str, tuple[tuple[Change, ...], str, str]] = {
     "new and empty": ((pool(objects=0),), "WHOLE: 2 devices may fail", "put main KEY FILE"),
     "one missing": ((MISSING, SHORT), "DEGRADED: 1 more device may fail", "evict main /mnt/1"),
     "two missing": (
-        (MISSING, device(2, state="missing"), SHORTER), "AT RISK: no more device may fail",
+        (MISSING, device(2, state="missing"), SHORTER),
+        "AT RISK: no more device may fail",
         "evict main /mnt/1",
     ),
     "two missing, no objects": (
         (MISSING, device(2, state="missing"), pool(objects=0, losses_tolerated=0)),
-        "DEGRADED: no more device may fail", "evict main /mnt/1",
+        "DEGRADED: no more device may fail",
+        "evict main /mnt/1",
     ),
     "missing, all rebuilt without it": (
-        (MISSING, pool(losses_tolerated=1)), "DEGRADED: 1 more device may fail",
+        (MISSING, pool(losses_tolerated=1)),
+        "DEGRADED: 1 more device may fail",
         "evict main /mnt/1",
     ),
     "missing, of a domain whose columns are covered": (
-        (MISSING,), "DEGRADED: 2 devices may fail", "evict main /mnt/1"
+        (MISSING,),
+        "DEGRADED: 2 devices may fail",
+        "evict main /mnt/1",
     ),
     "beyond parity for some objects": (
         (MISSING, pool(degraded=7, unreadable=3, losses_tolerated=0)),
-        "AT RISK: 3 of 10 objects cannot be read now", "status main",
+        "AT RISK: 3 of 10 objects cannot be read now",
+        "status main",
     ),
     "damaged beyond repair, all devices there": (
-        (pool(unreadable=1, losses_tolerated=0),), "AT RISK: 1 of 10 objects cannot be read now",
+        (pool(unreadable=1, losses_tolerated=0),),
+        "AT RISK: 1 of 10 objects cannot be read now",
         "scrub main",
     ),
     "evicted, not rebuilt": ((EVICTED, SHORT), "DEGRADED: 1 more device may fail", "rebuild main"),
     "evicted, objects whole, not marked": (
-        (EVICTED, pool(losses_tolerated=1)), "DEGRADED: 1 more device may fail", "rebuild main"
+        (EVICTED, pool(losses_tolerated=1)),
+        "DEGRADED: 1 more device may fail",
+        "rebuild main",
     ),
     "evicted and rebuilt": (
-        (device(1, state="evicted", rebuilt=True),), "WHOLE: 2 devices may fail", ""
+        (device(1, state="evicted", rebuilt=True),),
+        "WHOLE: 2 devices may fail",
+        "",
     ),
     "one evicted and one missing": (
-        (EVICTED, device(2, state="missing"), SHORTER), "AT RISK: no more device may fail",
+        (EVICTED, device(2, state="missing"), SHORTER),
+        "AT RISK: no more device may fail",
         "evict main /mnt/2",
     ),
     "a column damaged or a put cut short": (
-        (SHORT,), "DEGRADED: 1 more device may fail", "rebuild main"
+        (SHORT,),
+        "DEGRADED: 1 more device may fail",
+        "rebuild main",
     ),
     "draining": (
-        (device(1, state="draining"), SHORT), "DEGRADED: 1 more device may fail; 1 draining",
+        (device(1, state="draining"), SHORT),
+        "DEGRADED: 1 more device may fail; 1 draining",
         "drain main /mnt/1",
     ),
     "draining, nothing left on it": (
-        (device(1, state="draining"),), "WHOLE: 2 devices may fail; 1 draining",
+        (device(1, state="draining"),),
+        "WHOLE: 2 devices may fail; 1 draining",
         "drain main /mnt/1",
     ),
     "read-only": (
-        (READ_ONLY, pool(effective_data=3)), "DEGRADED: 2 devices may fail; 1 read-only",
+        (READ_ONLY, pool(effective_data=3)),
+        "DEGRADED: 2 devices may fail; 1 read-only",
         "drain main /mnt/1",
     ),
     "one full": ((device(1, state="full"),), "WHOLE: 2 devices may fail", "rebalance main"),
     "full": (
         (*(device(i, state="full") for i in range(6)), pool(effective_data=0)),
-        "DEGRADED: 2 devices may fail; no new data fits", "add main DEVICE",
+        "DEGRADED: 2 devices may fail; no new data fits",
+        "add main DEVICE",
     ),
     "too few devices for new data": (
-        (pool(effective_data=0),), "DEGRADED: 2 devices may fail; too few devices for new data",
+        (pool(effective_data=0),),
+        "DEGRADED: 2 devices may fail; too few devices for new data",
         "add main DEVICE",
     ),
     "released": (
         (device(1, state="missing", released=True), SHORT),
-        "DEGRADED: 1 more device may fail; 1 released for maintenance", "readmit main /mnt/1",
+        "DEGRADED: 1 more device may fail; 1 released for maintenance",
+        "readmit main /mnt/1",
     ),
     "faulted by a process": (
-        (device(1, health="faulted"),), "DEGRADED: 2 devices may fail", "drain main 11111111"
+        (device(1, health="faulted"),),
+        "DEGRADED: 2 devices may fail",
+        "drain main 11111111",
     ),
     "suspect by a process": ((device(1, health="suspect"),), "WHOLE: 2 devices may fail", ""),
     "sitting out": ((device(1, state="sitting-out"),), "WHOLE: 2 devices may fail", ""),
-    "one parity, whole": (
-        (pool(parity=1, losses_tolerated=1),), "WHOLE: 1 device may fail", ""
-    ),
+    "one parity, whole": ((pool(parity=1, losses_tolerated=1),), "WHOLE: 1 device may fail", ""),
     "one parity, one missing": (
         (pool(parity=1, degraded=10, losses_tolerated=0), MISSING),
-        "AT RISK: no more device may fail", "evict main /mnt/1",
+        "AT RISK: no more device may fail",
+        "evict main /mnt/1",
     ),
-}  # fmt: skip
+}
 
 
 def changed(status: PoolStatus, changes: tuple[Change, ...]) -> PoolStatus:
@@ -170,8 +191,10 @@ def test_a_running_agent_does_what_it_does_by_itself(whole: PoolStatus, case: st
 def test_exit_codes_are_the_levels() -> None:
     """0 whole, 1 degraded, 2 at risk; a pool that cannot be opened is at risk."""
     assert [(level.word, int(level)) for level in Level] == [
-        ("whole", 0), ("degraded", 1), ("at-risk", 2),
-    ]  # fmt: skip
+        ("whole", 0),
+        ("degraded", 1),
+        ("at-risk", 2),
+    ]
     closed = verdict_of_closed("my pool.toml")
     assert closed.level is Level.AT_RISK
     assert closed.command == "hpstore status 'my pool.toml'"
@@ -183,10 +206,16 @@ def test_what_an_agent_left_is_read_whatever_is_in_it() -> None:
     assert agent_sight({"at_ms": 1000, "pool_id": "other"}, "id", 5000) is None
     assert agent_sight({"at_ms": 1000}, "id", 4000) == AgentSight(age_seconds=3)
     found = agent_sight(
-        {"at_ms": 1000, "pool_id": "id", "job": {"kind": "rebuild", "done": 41, "total": 100},
-         "devices": [{"device": "d", "state": "removed"}, 7], "warnings": ["alarm"]},
-        "id", 4000,
-    )  # fmt: skip
+        {
+            "at_ms": 1000,
+            "pool_id": "id",
+            "job": {"kind": "rebuild", "done": 41, "total": 100},
+            "devices": [{"device": "d", "state": "removed"}, 7],
+            "warnings": ["alarm"],
+        },
+        "id",
+        4000,
+    )
     assert found is not None
     assert str(found) == "agent: 3 s ago, rebuilding 41 %"
     assert (found.state_of("d"), found.state_of("e"), found.warnings) == ("removed", "", ("alarm",))

@@ -16,11 +16,20 @@ def vote(name: str, *, within: bytes | None, key: str = "", offset: int = 0) -> 
     size = len(within or b"") or 4
     data = None if within is None else np.frombuffer(within, np.uint8)
     columns = ItemColumns()
-    item = Item(name=name, dtype="uint8", shape=(size,), box=whole((size,)), offset=offset,
-                length=size - offset)  # fmt: skip
+    item = Item(
+        name=name,
+        dtype="uint8",
+        shape=(size,),
+        box=whole((size,)),
+        offset=offset,
+        length=size - offset,
+    )
     columns.add([item], segment=0)
-    return RankVote(segments=[Segment(key=key, size=size if key or within else 0, version="",
-                                      data=data)], columns=columns, tree={"n\n": name})  # fmt: skip
+    return RankVote(
+        segments=[Segment(key=key, size=size if key or within else 0, version="", data=data)],
+        columns=columns,
+        tree={"n\n": name},
+    )
 
 
 @pytest.mark.parametrize("within", [b"\n\x00ab", b"", b"\n"])

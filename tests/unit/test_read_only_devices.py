@@ -31,9 +31,10 @@ S = HealthState
 HEADER_BYTES = 4 * KIB
 FIXED = "memory://d0"
 BODIES = {
-    "small": b"s" * 3_000, "large": b"l" * 900_000,
+    "small": b"s" * 3_000,
+    "large": b"l" * 900_000,
     **{f"a/{i}": bytes([i]) * (200_001 + i) for i in range(6)},
-}  # fmt: skip
+}
 
 
 class Counted(DeviceWrapper):
@@ -420,10 +421,14 @@ def test_read_only_memory_device_answers_as_a_disk_does() -> None:
     device.write_small("hpstore.json", b"x")
     device.read_only = True
     writes: list[Callable[[], object]] = [
-        lambda: device.create(4096), lambda: device.write_small("a", b""),
-        lambda: device.delete("hpstore.json"), lambda: device.retire("hpstore.json"),
-        lambda: device.quarantine("hpstore.json"), device.sweep, lambda: device.probe(write=True),
-    ]  # fmt: skip
+        lambda: device.create(4096),
+        lambda: device.write_small("a", b""),
+        lambda: device.delete("hpstore.json"),
+        lambda: device.retire("hpstore.json"),
+        lambda: device.quarantine("hpstore.json"),
+        device.sweep,
+        lambda: device.probe(write=True),
+    ]
     for write in writes:
         with pytest.raises(DeviceReadOnly):
             write()

@@ -36,8 +36,9 @@ VERSION = Version(1, 1)
 def fill(
     device: str, used: int, *, domain: str = "", total: int = 100, takes: bool = True
 ) -> DeviceFill:
-    return DeviceFill(device=device, domain=domain or device, total_bytes=total, used_bytes=used,
-                takes=takes)  # fmt: skip
+    return DeviceFill(
+        device=device, domain=domain or device, total_bytes=total, used_bytes=used, takes=takes
+    )
 
 
 def layout(devices: list[str], *, data: int) -> Layout:
@@ -96,10 +97,14 @@ def test_no_move_breaks_the_cap_of_a_failure_domain_rule_3(data: st.DataObject) 
     parity = data.draw(st.integers(1, width - 1))
     least = data.draw(st.floats(0.0, 0.5))
     fills = {
-        str(i): fill(str(i), data.draw(st.integers(0, 100)), takes=data.draw(st.booleans()),
-                     domain=f"h{data.draw(st.integers(0, 3))}")
+        str(i): fill(
+            str(i),
+            data.draw(st.integers(0, 100)),
+            takes=data.draw(st.booleans()),
+            domain=f"h{data.draw(st.integers(0, 3))}",
+        )
         for i in range(count)
-    }  # fmt: skip
+    }
     stripe = data.draw(st.permutations(sorted(fills)))[:width]
     found = plan_move(layout(stripe, data=width - parity), fills, parity=parity, least=least)
     if found is None:
@@ -190,9 +195,10 @@ def test_no_object_is_short_of_a_column_at_any_moment(filled: Filled) -> None:
     def check(_: str) -> None:
         for key in filled.bodies:
             held = {
-                path.rpartition("/")[2] for url, path in filled.harness.columns(key)
+                path.rpartition("/")[2]
+                for url, path in filled.harness.columns(key)
                 if path in filled.harness.devices[url]._durable_names
-            }  # fmt: skip
+            }
             assert len(held) == 3
 
     with filled.harness.open(lambda _, device: Watched(device, check)) as pool:
@@ -320,11 +326,13 @@ def test_an_object_that_has_changed_meanwhile_is_left_alone(filled: Filled) -> N
         ids = {url: device for device, url in pool.admin.devices.places.items()}
 
         def move(key: str, where: str = source) -> int:
-            return move_column(store, key, ids[where], ids["memory://d4"], lambda _: None,
-                               worth=lambda _: True)  # fmt: skip
+            return move_column(
+                store, key, ids[where], ids["memory://d4"], lambda _: None, worth=lambda _: True
+            )
 
-        other = next(u for u in filled.harness.urls
-                     if u not in {v for v, _ in filled.harness.columns("k/0")})  # fmt: skip
+        other = next(
+            u for u in filled.harness.urls if u not in {v for v, _ in filled.harness.columns("k/0")}
+        )
         assert not move("k/0", other)
         assert not move("never")
         pool.delete("k/1")
@@ -351,8 +359,9 @@ def test_with_a_newer_membership_both_copies_stay_rule_4(
                 )
 
         monkeypatch.setattr("hpstore.maintenance.move_column.rebuild_columns", then_change)
-        move_column(store, "k/0", ids[source], ids["memory://d4"], lambda _: None,
-                    worth=lambda _: True)  # fmt: skip
+        move_column(
+            store, "k/0", ids[source], ids["memory://d4"], lambda _: None, worth=lambda _: True
+        )
         assert len(filled.harness.columns("k/0")) == 4
         monkeypatch.undo()
         pool.admin.refresh()
@@ -427,7 +436,9 @@ def test_a_rebalance_stops_for_a_rebuild_and_holds_no_removal_up(tmp_path: Path)
     jobs.submit(BackgroundJob(kind=JobKind.SCRUB))
     jobs.submit(BackgroundJob(kind=JobKind.REBUILD))
     assert [job.kind for job in jobs.waiting()] == [
-        JobKind.REBUILD, JobKind.REBALANCE, JobKind.SCRUB,
-    ]  # fmt: skip
+        JobKind.REBUILD,
+        JobKind.REBALANCE,
+        JobKind.SCRUB,
+    ]
     assert jobs.busy() == "a rebuild"
     tended.stop()

@@ -31,9 +31,16 @@ MEMBERS = tuple(
 GONE = Member(device_id="f" * 32, url="/mnt/z", domain="dz", state=DeviceState.EVICTED)
 IDENTITY = Identity(pool_id="p" * 32, device_id="d" * 32, domain="rack 1", weight=2.0)
 POOL = PoolRecord(
-    pool_id="p" * 32, generation=7, nonce="ab", parent="cd", data=4, parity=2, unit_bytes=1 << 20,
-    members=MEMBERS, evicted=(GONE,),
-)  # fmt: skip
+    pool_id="p" * 32,
+    generation=7,
+    nonce="ab",
+    parent="cd",
+    data=4,
+    parity=2,
+    unit_bytes=1 << 20,
+    members=MEMBERS,
+    evicted=(GONE,),
+)
 DEBT = Debt(key="a/힣", version=Version(1, 2, 3), missing=(0, 5))
 
 Record = Identity | PoolRecord | Debt
@@ -103,24 +110,47 @@ def test_a_missing_field_is_damage(record: Record, decode: Callable[[bytes], Rec
 @pytest.mark.parametrize(
     "change",
     [
-        {"members": 3}, {"members": [3]}, {"members": [{}]}, {"generation": "x"},
-        {"generation": None}, {"data": [1]}, {"spread": 0},
-        {"spread": 99}, {"spread": "x"}, {"members": [{"device": 1}]}, {"evicted": None},
+        {"members": 3},
+        {"members": [3]},
+        {"members": [{}]},
+        {"generation": "x"},
+        {"generation": None},
+        {"data": [1]},
+        {"spread": 0},
+        {"spread": 99},
+        {"spread": "x"},
+        {"members": [{"device": 1}]},
+        {"evicted": None},
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": 1, "state": "lost"}]},
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": "x", "state": "online"}]},
-        {"members": []}, {"unit_bytes": 0}, {"unit_bytes": 4097}, {"unit_bytes": 1 << 40},
-        {"data": 0}, {"data": -4, "parity": 100}, {"parity": 0}, {"data": 1 << 20},
+        {"members": []},
+        {"unit_bytes": 0},
+        {"unit_bytes": 4097},
+        {"unit_bytes": 1 << 40},
+        {"data": 0},
+        {"data": -4, "parity": 100},
+        {"parity": 0},
+        {"data": 1 << 20},
         {"generation": -1},
-        {"pool": "../../home"}, {"pool": "/etc"}, {"pool": ""}, {"pool": "a\nb"},
-        {"pool": "x" * 65}, {"pool": "."},
-        {"members": [{"device": "../x", "url": "b", "domain": "c", "weight": 1,
-                      "state": "online"}]},
+        {"pool": "../../home"},
+        {"pool": "/etc"},
+        {"pool": ""},
+        {"pool": "a\nb"},
+        {"pool": "x" * 65},
+        {"pool": "."},
+        {
+            "members": [
+                {"device": "../x", "url": "b", "domain": "c", "weight": 1, "state": "online"}
+            ]
+        },
         {"members": [{"device": "", "url": "b", "domain": "c", "weight": 1, "state": "online"}]},
-        {"members": 2 * [{"device": "a", "url": "b", "domain": "c", "weight": 1,
-                          "state": "online"}]},
+        {
+            "members": 2
+            * [{"device": "a", "url": "b", "domain": "c", "weight": 1, "state": "online"}]
+        },
         {"members": [{"device": "a", "url": "b", "domain": "c", "weight": -1, "state": "online"}]},
     ],
-)  # fmt: skip
+)
 def test_a_malformed_membership_is_damage(change: dict[str, object]) -> None:
     """Right digest, wrong types, or a pool that cannot be. (Case t6_onebad.)"""
     body = unseal(POOL.encode(), where="x")
@@ -155,9 +185,15 @@ def test_a_number_that_no_record_has_is_damage(number: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"key": "../x"}, {"key": ""}, {"version": "1"}, {"missing": "12"}, {"missing": [None]},
-     {"missing": ["x"]}],
-)  # fmt: skip
+    [
+        {"key": "../x"},
+        {"key": ""},
+        {"version": "1"},
+        {"missing": "12"},
+        {"missing": [None]},
+        {"missing": ["x"]},
+    ],
+)
 def test_a_malformed_debt_is_damage(change: dict[str, object]) -> None:
     """A key that could lead out of objects/ is never followed."""
     body = unseal(DEBT.encode(), where="x")
@@ -211,9 +247,15 @@ def test_order_is_by_generation_then_nonce() -> None:
 def test_quorum_is_a_majority_and_more_than_m(members: int, parity: int, quorum: int) -> None:
     """max(m + 1, majority), at most all (PROTOCOL 14)."""
     record = PoolRecord(
-        pool_id="p", generation=1, nonce="", parent="", data=1, parity=parity, unit_bytes=4096,
+        pool_id="p",
+        generation=1,
+        nonce="",
+        parent="",
+        data=1,
+        parity=parity,
+        unit_bytes=4096,
         members=tuple(Member(device_id=str(i), url="u", domain="d") for i in range(members)),
-    )  # fmt: skip
+    )
     assert record.quorum() == quorum
 
 

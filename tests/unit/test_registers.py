@@ -102,9 +102,10 @@ def test_a_record_survives_the_end_of_its_process_and_any_losses(harness: Harnes
 @given(
     st.lists(
         st.tuples(st.integers(0, 12), st.sets(st.integers(0, 5), max_size=2)),
-        min_size=1, max_size=8,
+        min_size=1,
+        max_size=8,
     )
-)  # fmt: skip
+)
 def test_what_was_acknowledged_is_never_lost_wherever_writers_die_rule_15(
     tmp_path_factory: pytest.TempPathFactory, turns: list[tuple[int, set[int]]]
 ) -> None:
@@ -158,9 +159,10 @@ def test_what_a_dead_writer_left_unseen_does_not_come_out_as_newer_rule_15(
         write(dying, b"unseen")
     offset, nbytes = range_of(NAME)
     seen = [
-        url for url, device in harness.devices.items()
+        url
+        for url, device in harness.devices.items()
         if device.registers[offset : offset + nbytes] != before[url][offset : offset + nbytes]
-    ]  # fmt: skip
+    ]
     assert len(seen) == 2
     left[0] = 1 << 30
     dying.close()
@@ -357,5 +359,7 @@ def test_merging_takes_the_newest_of_each_record() -> None:
         images[device][512 * slot + offset : 512 * slot + offset + 256] = copy
     lacking = merge({d: bytes(image) for d, image in images.items()})
     assert {d: {o: e.value for o, e in found.items()} for d, found in lacking.items()} == {
-        "a": {0: b"b"}, "b": {512: b"a"}, "c": {0: b"b", 512: b"a"},
-    }  # fmt: skip
+        "a": {0: b"b"},
+        "b": {512: b"a"},
+        "c": {0: b"b", 512: b"a"},
+    }

@@ -167,12 +167,18 @@ def test_errors_of_the_store_are_device_errors(
     for name in ("info", "ls", "cat_file", "rm_file", "_open", "makedirs"):
         monkeypatch.setattr(device._fs, name, fail, raising=False)
     for call in (
-        lambda: device.open(PATH), lambda: device.entries("objects"), lambda: device.stamp(PATH),
-        lambda: device.delete(PATH), lambda: device.retire(PATH), lambda: device.quarantine(PATH),
-        lambda: device.write_small("pool.json", b"x"), lambda: device.read_small(PATH, PAGE),
-        lambda: reader.read_into(0, aligned_array(PAGE)), lambda: device.probe(write=True),
+        lambda: device.open(PATH),
+        lambda: device.entries("objects"),
+        lambda: device.stamp(PATH),
+        lambda: device.delete(PATH),
+        lambda: device.retire(PATH),
+        lambda: device.quarantine(PATH),
+        lambda: device.write_small("pool.json", b"x"),
+        lambda: device.read_small(PATH, PAGE),
+        lambda: reader.read_into(0, aligned_array(PAGE)),
+        lambda: device.probe(write=True),
         lambda: device.probe(write=False),
-    ):  # fmt: skip
+    ):
         with pytest.raises(DeviceError):
             call()
 

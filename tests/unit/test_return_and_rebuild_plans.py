@@ -42,13 +42,23 @@ def layout(
 def view(members: int = 6, draining: Iterable[str] = (), answering: int | None = None) -> View:
     states = dict.fromkeys(draining, DeviceState.DRAINING)
     record = PoolRecord(
-        pool_id="p", generation=1, nonce="", parent="", data=4, parity=2, unit_bytes=4096,
+        pool_id="p",
+        generation=1,
+        nonce="",
+        parent="",
+        data=4,
+        parity=2,
+        unit_bytes=4096,
         members=tuple(
-            Member(device_id=str(i), url="", domain=str(i),
-                   state=states.get(str(i), DeviceState.ONLINE))
+            Member(
+                device_id=str(i),
+                url="",
+                domain=str(i),
+                state=states.get(str(i), DeviceState.ONLINE),
+            )
             for i in range(members)
         ),
-    )  # fmt: skip
+    )
     there = members if answering is None else answering
     return View(record=record, devices={str(i): MemoryDevice() for i in range(there)})
 
@@ -114,8 +124,13 @@ def test_an_older_revision_is_removed_once_the_newer_is_whole() -> None:
 
 def test_a_column_kept_twice_does_not_make_the_newer_version_whole() -> None:
     """Six files, but only five columns: the older version is not removed."""
-    double = Layout(version=NEW, kind=Kind.COLUMN, data=4, parity=2,
-                    files=(*layout(NEW, range(5)).files, file(NEW, 4, device="5")))  # fmt: skip
+    double = Layout(
+        version=NEW,
+        kind=Kind.COLUMN,
+        data=4,
+        parity=2,
+        files=(*layout(NEW, range(5)).files, file(NEW, 4, device="5")),
+    )
     assert judge_return(file(OLD, 5), double) == "quarantine"
 
 

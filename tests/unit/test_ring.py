@@ -43,9 +43,11 @@ def ask(
     memory = aligned_array(int(ends[-1]) + 1)
     memory[:] = 0xEE
     arguments = (
-        np.array(files, np.int64), np.array([offset for offset, _ in spans], np.int64),
-        address_of(memory) + ends - lengths, lengths,
-    )  # fmt: skip
+        np.array(files, np.int64),
+        np.array([offset for offset, _ in spans], np.int64),
+        address_of(memory) + ends - lengths,
+        lengths,
+    )
     read = read_batch if used is None else used.read
     found = read(*arguments, seconds=20.0, keep=memory)
     assert found is not None
@@ -106,9 +108,15 @@ def test_what_has_landed_is_told_once_while_others_are_in_flight(
         patch.setattr(used, "_queue", count_begun)
         patch.setattr(used, "_collect", look)
         found = used.read(
-            np.full(count, file), np.arange(count), address_of(memory) + 64 * np.arange(count),
-            np.full(count, 64), seconds=20.0, keep=memory, most=most, landed=landed,
-        )  # fmt: skip
+            np.full(count, file),
+            np.arange(count),
+            address_of(memory) + 64 * np.arange(count),
+            np.full(count, 64),
+            seconds=20.0,
+            keep=memory,
+            most=most,
+            landed=landed,
+        )
     used.close()
     assert found.late is None
     assert sorted(told) == list(range(count))
@@ -204,9 +212,14 @@ def test_a_ring_that_fails_is_used_no_more_and_nothing_stays_in_flight(
     places = np.arange(20) * 64
     with caplog.at_level(logging.WARNING):
         found = used.read(
-            np.full(20, file), places, address_of(memory) + places, np.full(20, 64), seconds=20.0,
-            keep=memory, landed=lambda numbers, _: told.extend(numbers.tolist()),
-        )  # fmt: skip
+            np.full(20, file),
+            places,
+            address_of(memory) + places,
+            np.full(20, 64),
+            seconds=20.0,
+            keep=memory,
+            landed=lambda numbers, _: told.extend(numbers.tolist()),
+        )
     assert found.late is not None
     assert sorted(told) == np.flatnonzero(found.results == 64).tolist()
     assert told
@@ -239,9 +252,14 @@ def test_timing_changes_no_bytes(file: int, entries: int, count: int) -> None:
     memory = aligned_array(count * 64)
     used = Ring(entries)
     found = used.read(
-        np.full(count, file), 64 * np.arange(count), address_of(memory) + 64 * np.arange(count),
-        np.full(count, 64), seconds=20.0, keep=memory, timed=True,
-    )  # fmt: skip
+        np.full(count, file),
+        64 * np.arange(count),
+        address_of(memory) + 64 * np.arange(count),
+        np.full(count, 64),
+        seconds=20.0,
+        keep=memory,
+        timed=True,
+    )
     used.close()
     assert found.results.tolist() == [64] * count
     assert (memory[: 64 * count] == BODY[: 64 * count]).all()

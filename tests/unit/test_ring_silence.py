@@ -53,9 +53,13 @@ def wait_for_pipe(silent: tuple[int, int], file: int, used: Ring, kept: Kept) ->
     """A read that does not end, and one that does."""
     at = address_of(kept.memory)
     return used.read(
-        np.array([silent[0], file]), np.zeros(2, np.int64), np.array([at, at + 64]),
-        np.full(2, 64), seconds=0.2, keep=kept,
-    )  # fmt: skip
+        np.array([silent[0], file]),
+        np.zeros(2, np.int64),
+        np.array([at, at + 64]),
+        np.full(2, 64),
+        seconds=0.2,
+        keep=kept,
+    )
 
 
 def test_what_has_landed_is_told_although_others_never_do(
@@ -70,9 +74,14 @@ def test_what_has_landed_is_told_although_others_never_do(
         told.extend(numbers.tolist())
 
     found = Ring(4).read(
-        np.array([silent[0], *[file] * 9]), np.zeros(10, np.int64), at + 64 * np.arange(10),
-        np.full(10, 64), seconds=0.2, keep=kept, landed=landed,
-    )  # fmt: skip
+        np.array([silent[0], *[file] * 9]),
+        np.zeros(10, np.int64),
+        at + 64 * np.arange(10),
+        np.full(10, 64),
+        seconds=0.2,
+        keep=kept,
+        landed=landed,
+    )
     assert found.late is not None
     assert sorted(told) == list(range(1, 10))
     os.write(silent[1], b"x" * 64)
@@ -84,9 +93,13 @@ def test_a_read_that_was_never_sent_is_not_late(file: int, silent: tuple[int, in
     kept = Kept()
     at = address_of(kept.memory)
     found = Ring(4).read(
-        np.array([*[silent[0]] * 4, *[file] * 6]), np.zeros(10, np.int64),
-        at + 64 * np.arange(10), np.full(10, 64), seconds=0.2, keep=kept,
-    )  # fmt: skip
+        np.array([*[silent[0]] * 4, *[file] * 6]),
+        np.zeros(10, np.int64),
+        at + 64 * np.arange(10),
+        np.full(10, 64),
+        seconds=0.2,
+        keep=kept,
+    )
     assert found.results.tolist() == [LATE] * 4 + [UNTRIED] * 6
     assert found.late is not None
     assert not found.late.done()
@@ -109,9 +122,14 @@ def test_an_error_of_who_is_told_is_theirs_and_no_fault_of_the_ring(
 
     with pytest.raises(OSError, match="mine"):
         Ring(4).read(
-            np.array([silent[0], file]), np.zeros(2, np.int64), np.array([at, at + 64]),
-            np.full(2, 64), seconds=20.0, keep=kept, landed=landed,
-        )  # fmt: skip
+            np.array([silent[0], file]),
+            np.zeros(2, np.int64),
+            np.array([at, at + 64]),
+            np.full(2, 64),
+            seconds=20.0,
+            keep=kept,
+            landed=landed,
+        )
     assert len(asked) == 1
     assert io_uring.problem() == ""
     del kept
@@ -182,10 +200,14 @@ def test_a_timed_batch_tells_slow_reads_from_fast_ones(
     monkeypatch.setattr(used, "_enter", wait)
     monkeypatch.setattr(used, "_collect", look)
     found = used.read(
-        np.array([*[file] * count, silent[0]]), np.zeros(count + 1, np.int64),
-        address_of(memory) + 64 * np.arange(count + 1), np.full(count + 1, 64), seconds=20.0,
-        keep=memory, timed=True,
-    )  # fmt: skip
+        np.array([*[file] * count, silent[0]]),
+        np.zeros(count + 1, np.int64),
+        address_of(memory) + 64 * np.arange(count + 1),
+        np.full(count + 1, 64),
+        seconds=20.0,
+        keep=memory,
+        timed=True,
+    )
     assert found.results.tolist() == [64] * 16
     assert found.seconds is not None
     assert np.argmax(found.seconds) == 15
@@ -206,9 +228,14 @@ def test_a_hopeless_batch_is_given_up_before_its_deadline(
 
     memory = aligned_array(128)
     found = Ring(4).read(
-        np.array([silent[0], file]), np.zeros(2, np.int64), address_of(memory) + np.array([0, 64]),
-        np.full(2, 64), seconds=1000.0, keep=memory, hopeless=hopeless,
-    )  # fmt: skip
+        np.array([silent[0], file]),
+        np.zeros(2, np.int64),
+        address_of(memory) + np.array([0, 64]),
+        np.full(2, 64),
+        seconds=1000.0,
+        keep=memory,
+        hopeless=hopeless,
+    )
     assert seen == [[LATE, 64]] * 3
     assert found.results.tolist() == [LATE, 64]
     assert found.late is not None

@@ -33,11 +33,13 @@ def stores(tmp_path: Path) -> PoolConfig:
     number = next(_NUMBERS)
     urls = [f"memory://run-{os.getpid()}-{number}/d{i}" for i in range(3)]
     config = PoolConfig(
-        path=tmp_path / "pool.toml", name="test", devices=tuple(urls),
+        path=tmp_path / "pool.toml",
+        name="test",
+        devices=tuple(urls),
         settings=Settings(
             memory_bytes=32 * MIB, run_directory=str(tmp_path / "run"), lock_deadline_seconds=0.2
         ),
-    )  # fmt: skip
+    )
     save_config(config)
     opener = device_opener(config.settings)
     create_members(urls, None, opener, config, data=1, parity=1, unit_bytes=64 * 1024)

@@ -422,8 +422,10 @@ def test_a_closed_scheduler_starts_no_threads() -> None:
 def waits_for(scheduler: Scheduler, released: threading.Event, patience: Patience) -> set[str]:
     """Asks a, b and c, of which c hangs; who was reported as not having answered."""
     calls: dict[str, Callable[[], object]] = {
-        "a": lambda: 1, "b": lambda: 2, "c": lambda: released.wait(LIMIT_SECONDS),
-    }  # fmt: skip
+        "a": lambda: 1,
+        "b": lambda: 2,
+        "c": lambda: released.wait(LIMIT_SECONDS),
+    }
     found = scheduler.gather(calls, LIMIT_SECONDS, patience=patience)
     return {device for device, answer in found.items() if isinstance(answer, DeviceTimeout)}
 
@@ -468,8 +470,10 @@ def test_devices_that_fail_count_as_those_that_do_not_answer(
     timer = threading.Timer(5 * SHORT_SECONDS, released.set)
     timer.start()
     calls: dict[str, Callable[[], object]] = {
-        "a": lambda: 1, "b": fail, "c": lambda: released.wait(LIMIT_SECONDS)
-    }  # fmt: skip
+        "a": lambda: 1,
+        "b": fail,
+        "c": lambda: released.wait(LIMIT_SECONDS),
+    }
     one = Patience(SHORT_SECONDS, lambda silent: len(silent) <= 1)
     found = scheduler.gather(calls, LIMIT_SECONDS, patience=one)
     assert found["c"] is True

@@ -21,8 +21,12 @@ def build(place: Path, **settings: str) -> tuple[str, list[Path]]:
     """What building says, and the libraries that came of it."""
     done = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext", "-b", str(place), "-t", str(place / "t")],
-        cwd=ROOT, env={**os.environ, **settings}, check=True, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return done.stdout + done.stderr, list(place.rglob("*.so"))
 
 

@@ -19,10 +19,12 @@ def test_a_shard_of_another_size_than_its_placement_says_is_refused() -> None:
 
     def made(rows: int) -> object:
         return SimpleNamespace(
-            dtype=torch.float32, shape=(5,), numel=lambda: 5,
+            dtype=torch.float32,
+            shape=(5,),
+            numel=lambda: 5,
             __create_chunk_list__=lambda: [part],
             __get_tensor_shard__=lambda _: torch.zeros(rows),
-        )  # fmt: skip
+        )
 
     assert chunks_of("t", made(3))[0].box.sizes == (3,)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="local shard on this rank has shape"):
@@ -45,11 +47,15 @@ def test_a_commit_counts_the_bytes_that_were_staged(lengths: tuple[int, int], go
     """r_uneven: the boxes cover the tensor, the staged bytes must be all of each box."""
     items = [
         Item(
-            name="t", dtype="float32", shape=(5,), box=Box(offsets=(at,), sizes=(n,)), offset=0,
+            name="t",
+            dtype="float32",
+            shape=(5,),
+            box=Box(offsets=(at,), sizes=(n,)),
+            offset=0,
             length=length,
         )
         for (at, n), length in zip([(0, 3), (3, 2)], lengths, strict=True)
-    ]  # fmt: skip
+    ]
     if good:
         require_cover(items, ["t"])
     else:

@@ -26,8 +26,15 @@ class Run:
     def __init__(self, **traits: Traits) -> None:
         self.detector, self.now = SlowDetector(traits=traits), 0.0
 
-    def tick(self, slow: Mapping[str, float], *, times: int = 1, count: int = 8,
-             usual: float = 2e-3, **more: object) -> dict[str, HealthState]:  # fmt: skip
+    def tick(
+        self,
+        slow: Mapping[str, float],
+        *,
+        times: int = 1,
+        count: int = 8,
+        usual: float = 2e-3,
+        **more: object,
+    ) -> dict[str, HealthState]:
         """States of the last of `times` ticks, two seconds apart."""
         for _ in range(times):
             self.now += 2.0
@@ -160,10 +167,16 @@ def test_new_outliers_on_one_link_are_its_fault_for_five_minutes() -> None:
 
 @pytest.mark.parametrize(
     ("media", "usual", "slow"),
-    [(Media.NVME, 1e-4, False), (Media.NVME, 4e-4, True), (Media.SSD, 4e-4, False),
-     (Media.SSD, 2e-3, True), (Media.HDD, 2e-3, False), (Media.HDD, 2e-2, True),
-     (Media.REMOTE, 2e-3, False)],
-)  # fmt: skip
+    [
+        (Media.NVME, 1e-4, False),
+        (Media.NVME, 4e-4, True),
+        (Media.SSD, 4e-4, False),
+        (Media.SSD, 2e-3, True),
+        (Media.HDD, 2e-3, False),
+        (Media.HDD, 2e-2, True),
+        (Media.REMOTE, 2e-3, False),
+    ],
+)
 def test_a_small_excess_never_matters(media: Media, usual: float, slow: bool) -> None:
     """200 us, 1 ms, 10 ms: twice the peers' time is nothing below."""
     run = Run(**{f"d{i}": Traits(media=media) for i in range(8)})
@@ -260,11 +273,14 @@ def test_on_probation_two_values_beyond_the_fence_are_enough() -> None:
 
 @pytest.mark.parametrize(
     ("sign", "state"),
-    [(Signs(oldest_seconds=5.0), None), (Signs(oldest_seconds=5.1), SUSPECT),
-     (Signs(oldest_seconds=11.0, usual_seconds_p999=0.6), None),
-     (Signs(oldest_seconds=13.0, usual_seconds_p999=0.6), SUSPECT),
-     (Signs(oldest_seconds=30.1, usual_seconds_p999=9.0), FAULTED)],
-)  # fmt: skip
+    [
+        (Signs(oldest_seconds=5.0), None),
+        (Signs(oldest_seconds=5.1), SUSPECT),
+        (Signs(oldest_seconds=11.0, usual_seconds_p999=0.6), None),
+        (Signs(oldest_seconds=13.0, usual_seconds_p999=0.6), SUSPECT),
+        (Signs(oldest_seconds=30.1, usual_seconds_p999=9.0), FAULTED),
+    ],
+)
 def test_a_call_that_hangs_tells_at_once(sign: Signs, state: HealthState | None) -> None:
     """5 s or 20 times the device's own p99.9; 30 s whatever is usual."""
     found = SlowDetector().tick(0.0, {}, {"d0": sign})
@@ -291,9 +307,15 @@ def test_a_time_that_is_none_is_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"fence_widths": 0}, {"suspect_score": 30}, {"half_life_seconds": math.inf},
-              {"group_least": 2}, {"smoothing_ratio": 1.5}],
-)  # fmt: skip
+    "wrong",
+    [
+        {"fence_widths": 0},
+        {"suspect_score": 30},
+        {"half_life_seconds": math.inf},
+        {"group_least": 2},
+        {"smoothing_ratio": 1.5},
+    ],
+)
 def test_thresholds_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     """At once, not at the first slow device."""
     with pytest.raises(ConfigError):

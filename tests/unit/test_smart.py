@@ -24,28 +24,78 @@ from tests.fault.common import poll
 ATA = {
     "smartctl": {"version": [7, 4], "exit_status": 0},
     "device": {"name": "/dev/sda", "type": "sat", "protocol": "ATA"},
-    "model_name": "ST4000DM000-1F2168", "serial_number": "Z30A",
+    "model_name": "ST4000DM000-1F2168",
+    "serial_number": "Z30A",
     "user_capacity": {"blocks": 7814037168, "bytes": 4000787030016},
-    "smart_status": {"passed": True}, "power_on_time": {"hours": 30000},
+    "smart_status": {"passed": True},
+    "power_on_time": {"hours": 30000},
     "temperature": {"current": 31},
-    "ata_smart_attributes": {"revision": 10, "table": [
-        {"id": 5, "name": "Reallocated_Sector_Ct", "value": 99, "worst": 99, "thresh": 10,
-         "when_failed": "", "flags": {"prefailure": True}, "raw": {"value": 48, "string": "48"}},
-        {"id": 9, "name": "Power_On_Hours", "when_failed": "", "flags": {"prefailure": False},
-         "raw": {"value": 1099511657776, "string": "30000 (...)"}},
-        {"id": 188, "name": "Command_Timeout", "when_failed": "", "flags": {},
-         "raw": {"value": 4295032833, "string": "1 1 1"}},
-        {"id": 190, "name": "Airflow_Temperature_Cel", "when_failed": "past",
-         "flags": {"prefailure": False}, "raw": {"value": 522780703, "string": "31"}},
-        {"id": 194, "name": "Temperature_Celsius", "when_failed": "", "flags": {},
-         "raw": {"value": 77309411359, "string": "31 (0 18 0 0 0)"}},
-        {"id": 197, "name": "Current_Pending_Sector", "when_failed": "", "flags": {},
-         "raw": {"value": 8, "string": "8"}}]},
-}  # fmt: skip
-NVME = {"critical_warning": 0, "temperature": 305, "avail_spare": 100, "spare_thresh": 10,
-        "percent_used": 3, "media_errors": 2, "num_err_log_entries": 900}  # fmt: skip
-STANDBY = {"smartctl": {"exit_status": 2, "messages": [
-    {"string": "Device is in STANDBY mode, exit(2)", "severity": "information"}]}}  # fmt: skip
+    "ata_smart_attributes": {
+        "revision": 10,
+        "table": [
+            {
+                "id": 5,
+                "name": "Reallocated_Sector_Ct",
+                "value": 99,
+                "worst": 99,
+                "thresh": 10,
+                "when_failed": "",
+                "flags": {"prefailure": True},
+                "raw": {"value": 48, "string": "48"},
+            },
+            {
+                "id": 9,
+                "name": "Power_On_Hours",
+                "when_failed": "",
+                "flags": {"prefailure": False},
+                "raw": {"value": 1099511657776, "string": "30000 (...)"},
+            },
+            {
+                "id": 188,
+                "name": "Command_Timeout",
+                "when_failed": "",
+                "flags": {},
+                "raw": {"value": 4295032833, "string": "1 1 1"},
+            },
+            {
+                "id": 190,
+                "name": "Airflow_Temperature_Cel",
+                "when_failed": "past",
+                "flags": {"prefailure": False},
+                "raw": {"value": 522780703, "string": "31"},
+            },
+            {
+                "id": 194,
+                "name": "Temperature_Celsius",
+                "when_failed": "",
+                "flags": {},
+                "raw": {"value": 77309411359, "string": "31 (0 18 0 0 0)"},
+            },
+            {
+                "id": 197,
+                "name": "Current_Pending_Sector",
+                "when_failed": "",
+                "flags": {},
+                "raw": {"value": 8, "string": "8"},
+            },
+        ],
+    },
+}
+NVME = {
+    "critical_warning": 0,
+    "temperature": 305,
+    "avail_spare": 100,
+    "spare_thresh": 10,
+    "percent_used": 3,
+    "media_errors": 2,
+    "num_err_log_entries": 900,
+}
+STANDBY = {
+    "smartctl": {
+        "exit_status": 2,
+        "messages": [{"string": "Device is in STANDBY mode, exit(2)", "severity": "information"}],
+    }
+}
 
 
 def smartctl(status: int, body: object = ATA) -> SmartReading:
@@ -120,12 +170,18 @@ def test_a_sleeping_disk_is_told_from_one_that_cannot_be_opened() -> None:
         parse_smartctl("/dev/sda", 2, "Device is in STANDBY mode, exit(2)").readout
         is Readout.ASLEEP
     )
-    gone = {"smartctl": {"messages": [
-        {"string": "Smartctl open device: /dev/sda failed: No such device"}]}}  # fmt: skip
+    gone = {
+        "smartctl": {
+            "messages": [{"string": "Smartctl open device: /dev/sda failed: No such device"}]
+        }
+    }
     found = smartctl(2, gone)
     assert (found.readout, "No such device" in found.problem) == (Readout.FAILED, True)
-    denied = {"smartctl": {"messages": [
-        {"string": "Smartctl open device: /dev/sda failed: Permission denied"}]}}  # fmt: skip
+    denied = {
+        "smartctl": {
+            "messages": [{"string": "Smartctl open device: /dev/sda failed: Permission denied"}]
+        }
+    }
     assert smartctl(2, denied).readout is Readout.FORBIDDEN
 
 
@@ -140,9 +196,15 @@ def test_what_a_drive_says_of_itself_can_be_written_down() -> None:
 
 def test_answers_of_any_shape_are_survived() -> None:
     """Text, depth, tables that are lists, counts that are none."""
-    for text in ("", "no json", "[" * 100_000, "{" * 100_000, '{"ata_smart_attributes": []}',
-                 '{"ata_smart_attributes": {"table": [1, {"id": 5}, {"id": 5, "raw": 7}]}}',
-                 '{"smartctl": {"messages": [1]}, "smart_status": 1}'):  # fmt: skip
+    for text in (
+        "",
+        "no json",
+        "[" * 100_000,
+        "{" * 100_000,
+        '{"ata_smart_attributes": []}',
+        '{"ata_smart_attributes": {"table": [1, {"id": 5}, {"id": 5, "raw": 7}]}}',
+        '{"smartctl": {"messages": [1]}, "smart_status": 1}',
+    ):
         parse_smartctl("/dev/sda", 0, text)
         parse_nvme("/dev/nvme0n1", 0, text, identity=text)
     body = json.loads(json.dumps(ATA))
@@ -164,9 +226,16 @@ def test_nvme_wear_is_a_plan_and_media_errors_are_not() -> None:
     assert len(flags(critical_warning=4)[0]) == 1
     assert flags(critical_warning=8)[0] == ("it has become read-only",)
     assert flags(avail_spare=9)[0] == ("spare blocks are at 9 %, below 10 %",)
-    log = {"nvme_smart_health_information_log": {
-        "critical_warning": 0, "available_spare": 9, "available_spare_threshold": 10,
-        "percentage_used": 3, "media_errors": 7}, "serial_number": "N1"}  # fmt: skip
+    log = {
+        "nvme_smart_health_information_log": {
+            "critical_warning": 0,
+            "available_spare": 9,
+            "available_spare_threshold": 10,
+            "percentage_used": 3,
+            "media_errors": 7,
+        },
+        "serial_number": "N1",
+    }
     found = smartctl(0, log)
     assert (counter(found, "nvme_media_errors"), len(found.flags)) == (7, 1)
 
@@ -193,8 +262,10 @@ def test_a_real_child_is_asked_for_json_and_not_to_wake_the_disk(
 ) -> None:
     """The arguments that reach smartctl, and its answer with status 64."""
     (tmp_path / "answer").write_text(json.dumps(ATA))
-    tools.make("smartctl", f'echo "$@" > {tmp_path}/asked; read -r line < {tmp_path}/answer; echo '
-                           '"$line"; exit 64')  # fmt: skip
+    tools.make(
+        "smartctl",
+        f'echo "$@" > {tmp_path}/asked; read -r line < {tmp_path}/answer; echo "$line"; exit 64',
+    )
     found = read_disk("/dev/sda")
     asked = (tmp_path / "asked").read_text().split()
     assert "--nocheck=standby,3" in asked
@@ -207,10 +278,13 @@ def test_a_call_that_takes_too_long_is_killed_and_is_not_a_dead_disk(
     tools: Tools, tmp_path: Path
 ) -> None:
     """smartctl and its own child hang; both are gone afterwards, and no flag is raised."""
-    tools.make("smartctl", f"""\
+    tools.make(
+        "smartctl",
+        f"""\
         /bin/sleep 600 &
         echo $! $$ > {tmp_path}/pids
-        wait""")  # fmt: skip
+        wait""",
+    )
     found = read_disk("/dev/sda", timeout_seconds=0.5)
     assert found.readout is Readout.NO_ANSWER
     assert found.flags == ()
@@ -230,11 +304,14 @@ def test_a_call_that_takes_too_long_is_killed_and_is_not_a_dead_disk(
 def test_nvme_cli_serves_where_there_is_no_smartctl(tools: Tools) -> None:
     """smart-log and id-ctrl; a SATA disk is then not judged, nor is anything without tools."""
     assert read_disk("/dev/nvme0n1").readout is Readout.NO_TOOL
-    tools.make("nvme", f"""\
+    tools.make(
+        "nvme",
+        f"""\
         case "$1" in
         smart-log) echo '{json.dumps(NVME)}';;
         id-ctrl) echo '{{"sn": "N1  ", "mn": "Fast SSD", "tnvmcap": 1000}}';;
-        esac""")  # fmt: skip
+        esac""",
+    )
     found = read_disk("/dev/nvme0n1")
     assert (found.readout, found.serial, found.model) == (Readout.OK, "N1", "Fast SSD")
     assert counter(found, "nvme_media_errors") == 2
@@ -245,8 +322,10 @@ def test_nvme_cli_serves_where_there_is_no_smartctl(tools: Tools) -> None:
 
 def test_diskstats_are_read_by_disk() -> None:
     """Kernels with 14 and with 20 columns; lines that are none."""
-    text = ("   8       0 sda 100 5 2000 40 10 2 80 7 3 55 66\n"
-            " 259 0 nvme0n1 1 0 8 0 2 0 16 0 0 9 9 0 0 0 0 0 0\nbroken\n8 1 sda1 x\n")  # fmt: skip
+    text = (
+        "   8       0 sda 100 5 2000 40 10 2 80 7 3 55 66\n"
+        " 259 0 nvme0n1 1 0 8 0 2 0 16 0 0 9 9 0 0 0 0 0 0\nbroken\n8 1 sda1 x\n"
+    )
     found = parse_diskstats(text)
     assert list(found) == ["sda", "nvme0n1"]
     sda = found["sda"]

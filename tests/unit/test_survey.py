@@ -41,16 +41,23 @@ def layout(kind: Kind = Kind.COLUMN, data: int = 4, parity: int = 2) -> Layout:
 
 def view(members: int = 6, evicted: Iterable[str] = (), answering: int = 6) -> View:
     record = PoolRecord(
-        pool_id="p", generation=1, nonce="", parent="", data=4, parity=2, unit_bytes=4096,
+        pool_id="p",
+        generation=1,
+        nonce="",
+        parent="",
+        data=4,
+        parity=2,
+        unit_bytes=4096,
         members=tuple(Member(device_id=str(i), url="", domain=str(i)) for i in range(members)),
         evicted=tuple(Member(device_id=d, url="", domain=d) for d in evicted),
-    )  # fmt: skip
+    )
     return View(record=record, devices={str(i): MemoryDevice() for i in range(answering)})
 
 
 def survey(*found: tuple[ColumnFile, ...], unknown: Iterable[str] = ()) -> Survey:
-    return Survey(key="a", files=tuple(f for some in found for f in some),
-                  unknown=frozenset(unknown))  # fmt: skip
+    return Survey(
+        key="a", files=tuple(f for some in found for f in some), unknown=frozenset(unknown)
+    )
 
 
 # 4+2: k' = 4, floor = max(5, 3) = 5
@@ -159,13 +166,17 @@ def test_devices_that_left_may_have_held_a_column() -> None:
 def test_layouts_are_newest_first_and_tombstones_before_data() -> None:
     """Of one version the tombstone, then the fuller layout."""
     found = survey(
-        files(OLD, range(6)), files(NEW, range(2)), files(NEW, range(3), data=3),
+        files(OLD, range(6)),
+        files(NEW, range(2)),
+        files(NEW, range(3), data=3),
         files(NEW, [5], kind=Kind.TOMBSTONE, data=1),
-    ).layouts()  # fmt: skip
+    ).layouts()
     assert [(x.version, x.kind, x.data) for x in found] == [
-        (NEW, Kind.TOMBSTONE, 1), (NEW, Kind.COLUMN, 3), (NEW, Kind.COLUMN, 4),
+        (NEW, Kind.TOMBSTONE, 1),
+        (NEW, Kind.COLUMN, 3),
+        (NEW, Kind.COLUMN, 4),
         (OLD, Kind.COLUMN, 4),
-    ]  # fmt: skip
+    ]
     assert sum(len(x.files) for x in found) == 12
 
 

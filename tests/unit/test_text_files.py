@@ -35,15 +35,15 @@ def test_a_link_to_settings_stays_one(toml: Path, tmp_path: Path) -> None:
     assert len(load_config(toml).devices) == len(load_config(link).devices) == 5
 
 
-def test_relative_devices_are_those_beside_the_file_by_any_name(
-    toml: Path, tmp_path: Path
-) -> None:  # fmt: skip
+def test_relative_devices_are_those_beside_the_file_by_any_name(toml: Path, tmp_path: Path) -> None:
     toml.write_text(toml.read_text().replace(f'"{tmp_path}/', '"../'))
     link = tmp_path / "link.toml"
     link.symlink_to(toml)
-    assert load_config(link).devices == load_config(toml).devices == tuple(
-        str(tmp_path / f"d{i}") for i in range(4)
-    )  # fmt: skip
+    assert (
+        load_config(link).devices
+        == load_config(toml).devices
+        == tuple(str(tmp_path / f"d{i}") for i in range(4))
+    )
     assert load_config(link).name == "pool"
 
 

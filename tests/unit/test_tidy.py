@@ -77,6 +77,30 @@ def test_nothing_prints(path: Path) -> None:
 
 
 @every_file
+def test_names_are_exported_by_packages_alone(path: Path) -> None:
+    """`__all__` stands in `__init__` files; in modules a leading `_` says what is private."""
+    if path.name == "__init__.py":
+        return
+    assigned = [
+        target.id
+        for node in parse(path).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    ]
+    assert "__all__" not in assigned
+
+
+def test_the_formatter_is_nowhere_told_to_stop() -> None:
+    """`ruff format` alone decides how code is laid out."""
+    marks = ["fmt: " + word for word in ("skip", "off")]
+    files = [
+        f for folder in ("hpstore", "tests", "examples") for f in (ROOT / folder).rglob("*.py")
+    ]
+    assert [str(f) for f in files if any(mark in f.read_text() for mark in marks)] == []
+
+
+@every_file
 def test_nothing_unpickles(path: Path) -> None:
     """No module imports pickle or a relative of it: reading data never runs code.
 

@@ -434,9 +434,11 @@ def test_which_way_is_quicker_is_known_by_kind(
         time.sleep(0.001)  # the last callback runs after its answer is there
     often = 2 * _TRY_EVERY - 2 - _FIRST
     assert Counter(rounds) == {
-        "look in turn": often, "look side by side": 2 * _TRY_EVERY - often,
-        "write in turn": 2 * _TRY_EVERY - often, "write side by side": often,
-    }  # fmt: skip
+        "look in turn": often,
+        "look side by side": 2 * _TRY_EVERY - often,
+        "write in turn": 2 * _TRY_EVERY - often,
+        "write side by side": often,
+    }
 
 
 def test_a_round_that_failed_says_nothing_of_its_way(

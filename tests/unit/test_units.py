@@ -75,9 +75,16 @@ def test_bytes_are_shown_in_binary_units(count: int, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.0, "0 ms"), (0.000123, "0.123 ms"), (0.0227, "22.7 ms"), (0.9994, "999 ms"),
-     (0.9996, "1 s"), (3.552, "3.55 s"), (240.0, "240 s")],
-)  # fmt: skip
+    [
+        (0.0, "0 ms"),
+        (0.000123, "0.123 ms"),
+        (0.0227, "22.7 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (3.552, "3.55 s"),
+        (240.0, "240 s"),
+    ],
+)
 def test_times_are_shown_with_three_figures_and_no_exponent(seconds: float, text: str) -> None:
     """A call of 3.5 s was "3.55e+03 ms" before."""
     assert format_seconds(seconds) == text

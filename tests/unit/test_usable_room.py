@@ -13,11 +13,23 @@ from hpstore.pool.status import DeviceStatus, usable_bytes
 
 def device(number: int, free: int) -> DeviceStatus:
     return DeviceStatus(
-        device=f"id{number}", url=f"memory://d{number}", state="online", mode="memory", domain="",
-        total_bytes=0, free_bytes=free, kept_bytes=0, rebuilt=False, released=False, waiting=0,
-        problem="", known_by="",
-        health="", score=0.0, reason="",
-    )  # fmt: skip
+        device=f"id{number}",
+        url=f"memory://d{number}",
+        state="online",
+        mode="memory",
+        domain="",
+        total_bytes=0,
+        free_bytes=free,
+        kept_bytes=0,
+        rebuilt=False,
+        released=False,
+        waiting=0,
+        problem="",
+        known_by="",
+        health="",
+        score=0.0,
+        reason="",
+    )
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=7), st.integers(1, 4), st.integers(0, 2))

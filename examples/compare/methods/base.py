@@ -129,9 +129,7 @@ class Method(ABC):
         wait = self.watch.now() - began
         outcome = self.gradients(batch)
         self.update()
-        return Step(
-            outcome=outcome, ids=None if batch is None else batch["id"].tolist(), wait=wait
-        )  # fmt: skip
+        return Step(outcome=outcome, ids=None if batch is None else batch["id"].tolist(), wait=wait)
 
     @abstractmethod
     def gradients(self, batch: Batch | None) -> Outcome:

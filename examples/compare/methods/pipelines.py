@@ -58,9 +58,13 @@ class Pipeline(Method):
         stage_class: type[PipelineStage] = TimedStage
         if self.setup.pooled:
             self.hooks = PipelineHooks(
-                keeper.checkpointer, loader, stages=[self.rank],
-                num_stages=dist.get_world_size(), inputs=self._inputs, target=self._target,
-            )  # fmt: skip
+                keeper.checkpointer,
+                loader,
+                stages=[self.rank],
+                num_stages=dist.get_world_size(),
+                inputs=self._inputs,
+                target=self._target,
+            )
             keeper.through(self.hooks)
             stage_class = self.hooks.wrap_stage(stage_class)
         self.stage: Any = stage_class(  # Any: as TimedStage
@@ -125,9 +129,11 @@ class Pipeline(Method):
         ids = list(self._ids)
         outcome = self._outcome(list(record.losses), len(ids)) if record.losses else Outcome()
         return Step(
-            outcome=outcome, ids=ids if self.coordinates is not None else None,
-            wait=record.data_wait_seconds, stall=record.copy_wait_seconds,
-        )  # fmt: skip
+            outcome=outcome,
+            ids=ids if self.coordinates is not None else None,
+            wait=record.data_wait_seconds,
+            stall=record.copy_wait_seconds,
+        )
 
     def state(self) -> dict[str, Any]:  # Any: modules and optimizers
         found = super().state()

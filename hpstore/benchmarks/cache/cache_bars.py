@@ -51,7 +51,7 @@ def share_of_min(name: str, mode: str, at: int, ours: float, best: float) -> dic
 
 def to_best_peer(
     ours: float, peers: Mapping[str, Mapping[str, float]], ratio: str
-) -> dict[str, object]:  # fmt: skip
+) -> dict[str, object]:
     """Our hit ratio less that of the best peer, in percentage points."""
     if not peers:
         return {"skipped": "no peer was measured"}

@@ -52,10 +52,16 @@ def bench_cache(options: Options) -> dict[str, object]:
     workloads: Found = {}
     failed: dict[str, str] = dict(absent)
     results: dict[str, object] = {
-        "configuration": {"seed": SEED, "blocks": blocks, "batch": BATCH, "peers": present,
-                          "quick": options.quick},
-        "workloads": workloads, "failed": failed,
-    }  # fmt: skip
+        "configuration": {
+            "seed": SEED,
+            "blocks": blocks,
+            "batch": BATCH,
+            "peers": present,
+            "quick": options.quick,
+        },
+        "workloads": workloads,
+        "failed": failed,
+    }
 
     def keep(part: str, found: Found) -> None:
         results[part] = found
@@ -69,14 +75,18 @@ def bench_cache(options: Options) -> dict[str, object]:
             if name == COST:
                 measure_cost(
                     blocks=QUICK_COST_BLOCKS if options.quick else COST_BLOCKS,
-                    repeats=options.repeats, keep=partial(keep, name), say=say,
-                )  # fmt: skip
+                    repeats=options.repeats,
+                    keep=partial(keep, name),
+                    say=say,
+                )
             elif name == END_TO_END:
                 measure_end_to_end(
                     scale=QUICK if options.quick else CacheScale(),
-                    repeats=min(options.repeats, MOST_REPEATS), directory=options.directory,
-                    keep=partial(keep, name), say=say,
-                )  # fmt: skip
+                    repeats=min(options.repeats, MOST_REPEATS),
+                    directory=options.directory,
+                    keep=partial(keep, name),
+                    say=say,
+                )
             else:
                 workloads[name], problems = _workload(name, blocks, present)
                 failed |= {f"{name}: {who}": why for who, why in problems.items()}
@@ -138,10 +148,14 @@ def _ours(trace: CacheTrace, at: int, room: int) -> dict[str, CacheReport]:
             trace.requests, room, drawn_batches=DRAWN_BATCHES, epoch_starts=starts, **facts
         ),
         "hpstore, order known": simulate(
-            trace.requests, room, known_order=True, horizon_epochs=horizon, epoch_starts=starts,
+            trace.requests,
+            room,
+            known_order=True,
+            horizon_epochs=horizon,
+            epoch_starts=starts,
             **facts,
         ),
-    }  # fmt: skip
+    }
     if trace.sizes is not None:
         found["hpstore, by count"] = simulate(
             trace.requests, room, request_cost_bytes=_REQUEST_COST, **facts
@@ -150,16 +164,22 @@ def _ours(trace: CacheTrace, at: int, room: int) -> dict[str, CacheReport]:
 
 
 def _row(
-    name: str, trace: CacheTrace, at: int, ours: Mapping[str, CacheReport],
-    rivals: Mapping[str, Mapping[str, float]], ratio: str,
-) -> Found:  # fmt: skip
+    name: str,
+    trace: CacheTrace,
+    at: int,
+    ours: Mapping[str, CacheReport],
+    rivals: Mapping[str, Mapping[str, float]],
+    ratio: str,
+) -> Found:
     ratios: dict[str, dict[str, float]] = {}
     row: Found = {}
     if trace.sizes is None:
         best = most_hits(
-            trace.requests, ours["hpstore"].capacity_bytes,
-            *(report.hit for report in ours.values()), counted=trace.counted,
-        )  # fmt: skip
+            trace.requests,
+            ours["hpstore"].capacity_bytes,
+            *(report.hit for report in ours.values()),
+            counted=trace.counted,
+        )
         ratios["MIN"] = {"hit_ratio": best / (len(trace.requests) - trace.counted)}
     for who, report in ours.items():
         ratios[who] = _ratios(trace, report)
@@ -180,9 +200,8 @@ def _row(
         )
     row["expert"] = ours["hpstore"].expert
     row["hit_ratios"] = {
-        who: {key: round(value, 4) for key, value in found.items()}
-        for who, found in ratios.items()
-    }  # fmt: skip
+        who: {key: round(value, 4) for key, value in found.items()} for who, found in ratios.items()
+    }
     return row
 
 

@@ -36,9 +36,12 @@ def even(rng: np.random.Generator, blocks: int, count: int) -> Int64s:
 
 
 def measure_unknown(
-    draw: Callable[[np.random.Generator, int, int], Int64s], *, blocks: int, repeats: int,
+    draw: Callable[[np.random.Generator, int, int], Int64s],
+    *,
+    blocks: int,
+    repeats: int,
     drawn_batches: int = 0,
-) -> Found:  # fmt: skip
+) -> Found:
     """Measure a full cache of a fifth of the blocks, order unknown, with batches drawn ahead."""
     rng = np.random.default_rng(0)
     policy = CachePolicy(1, blocks, blocks // 5)
@@ -83,24 +86,31 @@ def measure_known(*, blocks: int, repeats: int) -> Found:
     facts = {
         "of it telling_us": round(statistics.median(telling[1:]), 3),
         "mismatches": policy.counters["mismatches"],
-    }  # fmt: skip
+    }
     return _figures(times[1:], policy.index_bytes / blocks) | facts
 
 
 def _figures(times: list[float], index: float) -> Found:
     middle = statistics.median(times)
     return {
-        "us_a_sample": round(middle, 3), "lowest": round(min(times), 3),
-        "highest": round(max(times), 3), "bar_us": MICROSECONDS, "us_met": middle <= MICROSECONDS,
-        "index_bytes_a_block": round(index, 1), "bar_index_bytes": INDEX_BYTES,
+        "us_a_sample": round(middle, 3),
+        "lowest": round(min(times), 3),
+        "highest": round(max(times), 3),
+        "bar_us": MICROSECONDS,
+        "us_met": middle <= MICROSECONDS,
+        "index_bytes_a_block": round(index, 1),
+        "bar_index_bytes": INDEX_BYTES,
         "index_met": index <= INDEX_BYTES,
-    }  # fmt: skip
+    }
 
 
 def measure_cost(
-    *, blocks: int = BLOCKS, repeats: int = 5, keep: Callable[[Found], None] = forget,
+    *,
+    blocks: int = BLOCKS,
+    repeats: int = 5,
+    keep: Callable[[Found], None] = forget,
     say: Callable[[str], None] = forget,
-) -> Found:  # fmt: skip
+) -> Found:
     """Batches of 256, by order and kind of requests.
 
     `keep` receives the figures so far after each of them, `say` the name of what runs now.

@@ -74,9 +74,11 @@ def measure_end_to_end(
             "full shuffle, one epoch": ((NOTHING, OURS), _one_epoch),
         }
         found: Found = {
-            "rows": scale.rows, "record_bytes": scale.record_bytes,
-            "memory_bytes": scale.memory_bytes, "bytes_per_second": scale.bytes_per_second,
-        }  # fmt: skip
+            "rows": scale.rows,
+            "record_bytes": scale.record_bytes,
+            "memory_bytes": scale.memory_bytes,
+            "bytes_per_second": scale.bytes_per_second,
+        }
         for name, (contenders, case) in cases.items():
             tried = _repetitions(config, scale, contenders, case)
             for number in range(1, repeats + 1):
@@ -116,17 +118,21 @@ def verdicts(times: dict[str, list[float]]) -> Found:
             pairs = sorted(a / b for a, b in zip(times[who], times[other], strict=True))
             ratio = statistics.median(pairs)
             found[f"{who} to {other}"] = {
-                "ratio": round(ratio, 3), "lowest": round(pairs[0], 3),
-                "highest": round(pairs[-1], 3), "bar": bar, "met": ratio <= bar,
-            }  # fmt: skip
+                "ratio": round(ratio, 3),
+                "lowest": round(pairs[0], 3),
+                "highest": round(pairs[-1], 3),
+                "bar": bar,
+                "met": ratio <= bar,
+            }
     return found
 
 
 def _spread(values: list[float]) -> Found:
     return {
-        "median": round(statistics.median(values), 2), "lowest": round(min(values), 2),
+        "median": round(statistics.median(values), 2),
+        "lowest": round(min(values), 2),
         "highest": round(max(values), 2),
-    }  # fmt: skip
+    }
 
 
 # --- contenders -------------------------------------------------------------------------------
@@ -155,9 +161,19 @@ class Contender:
         if self.cache is None:
             return {}
         stats = self.cache.stats()
-        names = ("memory_hit_total", "late_total", "miss_total", "again_total", "prefetch_total",
-                 "prefetch_used_total", "prefetch_wasted_total", "source_bytes", "stall_seconds",
-                 "order_left_total", "turn_missed_total")  # fmt: skip
+        names = (
+            "memory_hit_total",
+            "late_total",
+            "miss_total",
+            "again_total",
+            "prefetch_total",
+            "prefetch_used_total",
+            "prefetch_wasted_total",
+            "source_bytes",
+            "stall_seconds",
+            "order_left_total",
+            "turn_missed_total",
+        )
         return {name: round(stats[name], 3) for name in names if name in stats}
 
     def __enter__(self) -> Contender:
@@ -223,9 +239,10 @@ def _importance(contender: Contender) -> list[list[str]]:
     rng, rows = np.random.default_rng(SEED), contender.scale.rows
     x = rng.standard_normal(rows)
     weighted = WeightedRandomSampler(
-        torch.exp(1.2 * torch.from_numpy(x)).tolist(), rows,
+        torch.exp(1.2 * torch.from_numpy(x)).tolist(),
+        rows,
         generator=torch.Generator().manual_seed(SEED),
-    )  # fmt: skip
+    )
     loader = contender.loader(sampler=Opaque(weighted) if contender.who == OPAQUE else weighted)
     seen: list[str] = []
     for _ in range(EPOCHS):

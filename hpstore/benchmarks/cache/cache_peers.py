@@ -36,9 +36,10 @@ def packages_named(names: str) -> list[str]:
 def missing(packages: Sequence[str]) -> dict[str, str]:
     """Packages that are not installed here, and what to do about it."""
     return {
-        name: f"not installed here: pip install {name} (extra bench)" for name in packages
+        name: f"not installed here: pip install {name} (extra bench)"
+        for name in packages
         if importlib.util.find_spec(name) is None
-    }  # fmt: skip
+    }
 
 
 class PeerRun:

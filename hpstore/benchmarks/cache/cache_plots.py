@@ -23,9 +23,10 @@ def plot_workload(directory: Path, name: str, rows: Mapping[str, Any], ratio: st
     figure, axes = plt.subplots(figsize=(7, 5))
     for policy in policies:
         points = [
-            (float(capacity), 100 * found[policy][ratio]) for capacity in capacities
+            (float(capacity), 100 * found[policy][ratio])
+            for capacity in capacities
             if policy in (found := rows[capacity]["hit_ratios"])
-        ]  # fmt: skip
+        ]
         style: dict[str, Any] = {"linewidth": 1, "marker": "."}
         if policy == _CEILING:
             style = {"linewidth": 2, "color": "black", "linestyle": "--", "zorder": 5}

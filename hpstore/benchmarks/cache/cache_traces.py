@@ -56,8 +56,9 @@ def rank1of8(rng: Rng, blocks: int) -> CacheTrace:
     """What one rank of eight reads of 80 permutations."""
     share = blocks // RANKS
     orders = [rng.permutation(blocks)[:share] for _ in range(80)]
-    return regular(np.concatenate(orders), share, blocks=blocks, counted=20 * share,
-                   horizons=(4, 8, 16))  # fmt: skip
+    return regular(
+        np.concatenate(orders), share, blocks=blocks, counted=20 * share, horizons=(4, 8, 16)
+    )
 
 
 def zipf(exponent: float) -> Callable[[Rng, int], CacheTrace]:
@@ -117,8 +118,9 @@ def two_jobs(speed: float) -> Callable[[Rng, int], CacheTrace]:
         stop = min(int(np.flatnonzero(jobs == job)[-1]) for job in (0, 1)) + 1
         requests, jobs = requests[:stop], jobs[:stop]
         starts = tuple(tuple(np.flatnonzero(jobs == job)[::blocks].tolist()) for job in (0, 1))
-        return CacheTrace(blocks=blocks, requests=requests, jobs=jobs, starts=starts,
-                     counted=2 * WARM * blocks)  # fmt: skip
+        return CacheTrace(
+            blocks=blocks, requests=requests, jobs=jobs, starts=starts, counted=2 * WARM * blocks
+        )
 
     return make
 
@@ -163,8 +165,9 @@ def sizes(rng: Rng, blocks: int) -> CacheTrace:
     spread = np.log(1 + (SD_BYTES / MEAN_BYTES) ** 2)
     drawn = rng.lognormal(np.log(MEAN_BYTES) - spread / 2, np.sqrt(spread), blocks)
     found = zipf(0.9)(rng, blocks)
-    return regular(found.requests, blocks, blocks=blocks,
-                   sizes=np.maximum(drawn, 1024).astype(np.int64))  # fmt: skip
+    return regular(
+        found.requests, blocks, blocks=blocks, sizes=np.maximum(drawn, 1024).astype(np.int64)
+    )
 
 
 TRACES: dict[str, Callable[[Rng, int], CacheTrace]] = {

@@ -58,9 +58,13 @@ class LruData(Dataset):
         self._lru = lru
 
     def read_rows(
-        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
-        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
-    ) -> bool:  # fmt: skip
+        self,
+        stream: Stream,
+        indices: Int64s,
+        rows: Sequence[Bytes],
+        addresses: Int64s | None = None,
+        room: Sequence[Bytes] | None = None,
+    ) -> bool:
         """As StoredData.read_rows; a record that a batch has twice is read once."""
         keys = [(stream.number, index) for index in indices.tolist()]
         lacking: dict[Key, list[int]] = {}

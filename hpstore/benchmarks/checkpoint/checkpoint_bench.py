@@ -85,9 +85,14 @@ def progress(total: int) -> Iterator[Progress]:
     """A bar over sessions, on standard error when that is a terminal."""
     console = Console(stderr=True)
     with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as bar:  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
         bar.add_task("checkpoint", total=total)
         yield bar
 
@@ -161,8 +166,13 @@ def bench_checkpoint(options: Options) -> dict[str, object]:
     ):
         TensorContents().fill(map_state(state.path, options.size_bytes), 0)
         map_state(target.path, options.size_bytes)
-        spec = CheckpointSpec(contender="", directory=root, size_bytes=options.size_bytes,
-                    state=state.path, target=target.path)  # fmt: skip
+        spec = CheckpointSpec(
+            contender="",
+            directory=root,
+            size_bytes=options.size_bytes,
+            state=state.path,
+            target=target.path,
+        )
         with closing(MemoryBallast(held)) as ballast:
             runner = CheckpointRunner(spec, Sessions(ballast), bar)
             runner.found.failed |= {name: why for name in peers if (why := not_installed(name))}
@@ -189,7 +199,8 @@ def report(
         "contenders": {name: describe(name, found) for name in found.saves},
         "raw": {
             name: spread([session[name] for session in found.raw])
-            for name in found.raw[0] if name.endswith("_seconds")
+            for name in found.raw[0]
+            if name.endswith("_seconds")
         },
         "failed": found.failed,
         "ratios": save_verdicts(found.saves)
@@ -198,7 +209,7 @@ def report(
         | floor_verdicts(found.saves, found.loads, found.raw)
         | special_verdicts(found.special),
         "compression": compression_report(found.compression) or {"skipped": "--compression"},
-    }  # fmt: skip
+    }
 
 
 def describe(name: str, found: CheckpointFindings) -> dict[str, object]:
@@ -213,8 +224,9 @@ def describe(name: str, found: CheckpointFindings) -> dict[str, object]:
         for field_name in ("blocked", "durable")
     }
     for what, sessions, key in (
-        ("warm", saves, "load_warm_seconds"), ("cold", loads, "load_cold_seconds"),
-    ):  # fmt: skip
+        ("warm", saves, "load_warm_seconds"),
+        ("cold", loads, "load_cold_seconds"),
+    ):
         for way, times in load_series(sessions, key).items():
             seconds[f"load {what} {way}"] = spread(times)
     if name == OURS:

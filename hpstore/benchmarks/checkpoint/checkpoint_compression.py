@@ -72,7 +72,7 @@ def compression_session(sections: Sections, spec: CheckpointSpec) -> Found:
 
 def _saves(
     sections: Sections, spec: CheckpointSpec, directory: Path, content: TensorContents, codec: str
-) -> Found:  # fmt: skip
+) -> Found:
     state = map_state(spec.state, spec.size_bytes)
     stalls, durables = [], []
     sections.warm(spec.copy)

@@ -17,8 +17,13 @@ from hpstore.benchmarks.checkpoint.checkpoint_peers import (
 from hpstore.errors import ConfigError
 
 _KINDS: tuple[type[SaverPeer], ...] = (
-    TorchSave, DcpSave, DcpOneThread, DcpAsync, Safetensors, *LIBRARY_PEERS,
-)  # fmt: skip
+    TorchSave,
+    DcpSave,
+    DcpOneThread,
+    DcpAsync,
+    Safetensors,
+    *LIBRARY_PEERS,
+)
 PEERS: dict[str, type[SaverPeer]] = {peer.name: peer for peer in _KINDS}
 
 

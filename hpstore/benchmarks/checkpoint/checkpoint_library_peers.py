@@ -293,5 +293,10 @@ class TorchCheckpointing(SaverPeer):
 
 
 LIBRARY_PEERS: tuple[type[SaverPeer], ...] = (
-    TorchSaveThread, DcpProcess, Torchsnapshot, Tensorstore, Orbax, TorchCheckpointing,
-)  # fmt: skip
+    TorchSaveThread,
+    DcpProcess,
+    Torchsnapshot,
+    Tensorstore,
+    Orbax,
+    TorchCheckpointing,
+)

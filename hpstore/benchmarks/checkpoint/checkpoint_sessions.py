@@ -177,7 +177,7 @@ def _warm_up(spec: CheckpointSpec, who: SaverPeer, content: TensorContents, stat
 
 def _warm_loads(
     sections: Sections, spec: CheckpointSpec, who: SaverPeer, content: TensorContents
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Seconds of the second load after a save, by way to load."""
     target, found = map_state(spec.target, spec.size_bytes), {}
     for name, load in who.loads.items():

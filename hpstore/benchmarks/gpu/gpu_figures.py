@@ -124,12 +124,16 @@ def machine(directory: Path) -> str:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     say(
-        0, "machine", gpu=output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"),
-        kernel=platform.release(), cpus=os.cpu_count(), versions=versions,
+        0,
+        "machine",
+        gpu=output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"),
+        kernel=platform.release(),
+        cpus=os.cpu_count(),
+        versions=versions,
         drives=output("lsblk", "-d", "-n", "-o", "NAME,TRAN,ROTA,SIZE,MODEL").splitlines(),
         mount=output("findmnt", "-n", "-o", "SOURCE,FSTYPE,OPTIONS", "-T", str(directory)),
         memlock=output("bash", "-c", "ulimit -l"),
-    )  # fmt: skip
+    )
     return ""
 
 
@@ -201,9 +205,14 @@ def check_decoding(data: int, parity: int, device: str) -> int:
         held[list(lost)] ^= 0x5A
         memory = torch.from_numpy(held).to(device).view(-1)
         jobs = DecodeJobs(
-            data=data, parity=parity, have=have, want=lost, length=unit,
-            sources=np.array([have]) * unit, targets=np.array([lost]) * unit,
-        )  # fmt: skip
+            data=data,
+            parity=parity,
+            have=have,
+            want=lost,
+            length=unit,
+            sources=np.array([have]) * unit,
+            targets=np.array([lost]) * unit,
+        )
         decode(memory, jobs)
         if not np.array_equal(memory.cpu().numpy().reshape(width, unit), columns):
             raise WrongBytes(f"columns {lost} of {data}+{parity} from {have} differ")
@@ -219,9 +228,14 @@ def decoding_rates(data: int, parity: int) -> None:
         have, want = tuple(range(lost, lost + data)), tuple(range(lost))
         rows = np.arange(stripes)[:, None] * width * unit
         jobs = DecodeJobs(
-            data=data, parity=parity, have=have, want=want, length=unit,
-            sources=rows + np.array(have) * unit, targets=rows + np.array(want) * unit,
-        )  # fmt: skip
+            data=data,
+            parity=parity,
+            have=have,
+            want=want,
+            length=unit,
+            sources=rows + np.array(have) * unit,
+            targets=rows + np.array(want) * unit,
+        )
         rate = gpu_rate(data * stripes * unit, lambda jobs=jobs: decode(memory, jobs))  # type: ignore[misc]  # a default argument
         say(4, "decode", k=data, m=parity, lost=lost, survivors=rate)
 
@@ -233,9 +247,11 @@ def checksums(directory: Path) -> str:
     memory = torch.randint(0, 256, (GIB,), dtype=torch.uint8, device="cuda")
     starts = np.arange(0, GIB, 64 * KIB)
     blocks = Blocks(
-        starts=starts, lengths=np.full(len(starts), 64 * KIB),
-        seeds=np.arange(len(starts), dtype=np.uint64), expected=np.zeros(len(starts), np.uint64),
-    )  # fmt: skip
+        starts=starts,
+        lengths=np.full(len(starts), 64 * KIB),
+        seeds=np.arange(len(starts), dtype=np.uint64),
+        expected=np.zeros(len(starts), np.uint64),
+    )
     say(5, "xxh3 by block", rate=gpu_rate(GIB, lambda: verify(memory, blocks)))
     return ""
 
@@ -252,9 +268,11 @@ def check_checksums(device: str) -> int:
 
     def good(data: NDArray[np.uint8], expected: NDArray[np.uint64]) -> list[bool]:
         blocks = Blocks(
-            starts=starts, lengths=np.minimum(nbytes - starts, BLOCK_BYTES),
-            seeds=block_seeds(seed, 0, count), expected=expected,
-        )  # fmt: skip
+            starts=starts,
+            lengths=np.minimum(nbytes - starts, BLOCK_BYTES),
+            seeds=block_seeds(seed, 0, count),
+            expected=expected,
+        )
         found: list[bool] = verify(torch.from_numpy(data).to(device), blocks).tolist()
         return found
 
@@ -326,11 +344,9 @@ class Pinned:
 
 def read_direct(
     engine: DirectEngine, file: DirectFile, arena: DirectArena, first: int, nbytes: int, size: int
-) -> None:  # fmt: skip
+) -> None:
     """File bytes [first, first + nbytes) into the arena; waits for them."""
-    reads = [
-        engine.read(file, first + at, size, arena, at) for at in range(0, nbytes, size)
-    ]  # fmt: skip
+    reads = [engine.read(file, first + at, size, arena, at) for at in range(0, nbytes, size)]
     for read in reads:
         read.result()
 
@@ -363,9 +379,15 @@ def cufile_beside_pinned(directory: Path) -> str:
                     lambda e=engine, f=file, a=arena, s=size: read_direct(e, f, a, 0, batch, s),  # type: ignore[misc]  # default arguments
                 )
                 say(
-                    6, "read", threads=threads, size=size, pinned=rate, direct=direct,
-                    before=before, after=engine.counters(),
-                )  # fmt: skip
+                    6,
+                    "read",
+                    threads=threads,
+                    size=size,
+                    pinned=rate,
+                    direct=direct,
+                    before=before,
+                    after=engine.counters(),
+                )
                 if not torch.equal(arena.tensor, target):
                     raise WrongBytes("cuFile and pinned memory brought different bytes")
     if found.route is not Route.OFF:

@@ -63,17 +63,25 @@ PLAN = (
     GpuStage(number=0, what="machine", plan_seconds=10, run=gpu_figures.machine),
     GpuStage(number=1, what="contract of direct reads", elsewhere="tests/gpu/test_direct.py"),
     GpuStage(number=2, what="raw copies", plan_seconds=60, run=gpu_figures.raw_copies),
-    GpuStage(number=3, what="from files to the GPU",
-          elsewhere="the cases of this report; beside a training loop: tests/gpu/test_training.py"),
+    GpuStage(
+        number=3,
+        what="from files to the GPU",
+        elsewhere="the cases of this report; beside a training loop: tests/gpu/test_training.py",
+    ),
     GpuStage(number=4, what="decoding", plan_seconds=60, run=gpu_figures.decoding),
     GpuStage(number=5, what="checksums", plan_seconds=30, run=gpu_figures.checksums),
-    GpuStage(number=6, what="cuFile beside pinned memory", plan_seconds=90,
-          run=gpu_figures.cufile_beside_pinned),
+    GpuStage(
+        number=6,
+        what="cuFile beside pinned memory",
+        plan_seconds=90,
+        run=gpu_figures.cufile_beside_pinned,
+    ),
     GpuStage(number=7, what="torch.cuda.gds", plan_seconds=30, run=gpu_figures.torch_gds),
     GpuStage(number=8, what="staging of checkpoints", elsewhere="tests/gpu/test_checkpoint_gpu.py"),
-    GpuStage(number=9, what="loader and saves, devices lost",
-          elsewhere="tests/gpu/test_training.py"),
-)  # fmt: skip
+    GpuStage(
+        number=9, what="loader and saves, devices lost", elsewhere="tests/gpu/test_training.py"
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +96,12 @@ class StageOutcome:
 
     def verdict(self) -> Found:
         """The last line of a stage."""
-        return {"stage": self.stage.number, "status": self.status, "reason": self.reason,
-                "seconds": round(self.seconds, 2)}  # fmt: skip
+        return {
+            "stage": self.stage.number,
+            "status": self.status,
+            "reason": self.reason,
+            "seconds": round(self.seconds, 2),
+        }
 
     def as_dict(self) -> Found:
         """For a report: `met` says whether it did what it must, as of any figure with a bar."""
@@ -103,8 +115,16 @@ Command = Callable[[GpuStage, Path], Sequence[str]]
 
 def stage_command(stage: GpuStage, directory: Path) -> list[str]:
     """Return the child's command: this Python, without imports from its working directory."""
-    return [sys.executable, "-P", "-m", "hpstore.benchmarks.gpu.gpu_stages",
-            "--stage", str(stage.number), "--directory", str(directory)]  # fmt: skip
+    return [
+        sys.executable,
+        "-P",
+        "-m",
+        "hpstore.benchmarks.gpu.gpu_stages",
+        "--stage",
+        str(stage.number),
+        "--directory",
+        str(directory),
+    ]
 
 
 def run_stage(
@@ -121,9 +141,12 @@ def run_stage(
         prefix="stage-", dir=directory, ignore_cleanup_errors=True
     ) as own:
         code, text = output_of(
-            command(stage, Path(own)), stage.limit_seconds, max_bytes=_MAX_OUTPUT_BYTES,
-            environment=environment_for(gpu, os.environ), directory=own,
-        )  # fmt: skip
+            command(stage, Path(own)),
+            stage.limit_seconds,
+            max_bytes=_MAX_OUTPUT_BYTES,
+            environment=environment_for(gpu, os.environ),
+            directory=own,
+        )
     return replace(outcome(stage, code, text), seconds=time.perf_counter() - began)
 
 
@@ -143,9 +166,11 @@ def outcome(stage: GpuStage, code: int | None, text: str) -> StageOutcome:
     def failed(reason: str) -> StageOutcome:
         last = said[-1]["what"] if said else "nothing"
         return StageOutcome(
-            stage=stage, status=Status.FAIL, figures=said,
+            stage=stage,
+            status=Status.FAIL,
+            figures=said,
             reason=f"{reason}; the last figure was {last}" + (f": {noise}" if noise else ""),
-        )  # fmt: skip
+        )
 
     if code is None:
         return failed(f"not done within {stage.limit_seconds:g} s: killed")
@@ -195,7 +220,7 @@ def perform(stage: GpuStage, directory: Path) -> StageOutcome:
             traceback.print_exc()
     return StageOutcome(
         stage=stage, status=status, reason=reason, seconds=time.perf_counter() - began
-    )  # fmt: skip
+    )
 
 
 def main(words: Sequence[str] | None = None) -> int:

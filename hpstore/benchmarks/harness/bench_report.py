@@ -29,10 +29,19 @@ def machine() -> dict[str, object]:
 def _commit() -> str:
     try:
         done = subprocess.run(
-            ["git", "-C", os.path.dirname(os.path.realpath(__file__)), "rev-parse", "--short",
-             "HEAD"],
-            capture_output=True, text=True, timeout=10, check=False,
-        )  # fmt: skip
+            [
+                "git",
+                "-C",
+                os.path.dirname(os.path.realpath(__file__)),
+                "rev-parse",
+                "--short",
+                "HEAD",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
     except OSError:
         return ""
     return done.stdout.strip()

@@ -215,8 +215,11 @@ def bench_open(root: Path) -> dict[str, object]:
     """Opening a pool that holds many small objects."""
     with make_pool(root, recycle_bytes=0) as pool, ThreadPoolExecutor(8) as threads:
         began = time.perf_counter()
-        list(threads.map(lambda i: pool.put(f"many/{i % 100:02d}/{i:06d}", b"x" * 100),
-                         range(MANY_OBJECTS)))  # fmt: skip
+        list(
+            threads.map(
+                lambda i: pool.put(f"many/{i % 100:02d}/{i:06d}", b"x" * 100), range(MANY_OBJECTS)
+            )
+        )
         puts = MANY_OBJECTS / (time.perf_counter() - began)
     times = []
     for _ in range(5):

@@ -64,10 +64,12 @@ class Sessions:
     """Starts sessions and serves their ballast. `preload`: a module that all of them import."""
 
     def __init__(
-        self, ballast: MemoryBallast, *,
+        self,
+        ballast: MemoryBallast,
+        *,
         preload: str = "hpstore.benchmarks.checkpoint.checkpoint_sessions",
         silent_seconds: float = SESSION_SECONDS,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ballast, self._silent_seconds = ballast, silent_seconds
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])

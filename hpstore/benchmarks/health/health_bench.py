@@ -83,9 +83,16 @@ class HealthScale:
 
 
 QUICK = HealthScale(
-    data_bytes=150 * MIB, device_bytes=256 * MIB, objects=Objects(count=4), phases=QUICK_PHASES,
-    pattern=QUICK_PATTERN, plan=QUICK_PLAN, turns=2, turn_seconds=0.5, hour_ticks=200,
-)  # fmt: skip
+    data_bytes=150 * MIB,
+    device_bytes=256 * MIB,
+    objects=Objects(count=4),
+    phases=QUICK_PHASES,
+    pattern=QUICK_PATTERN,
+    plan=QUICK_PLAN,
+    turns=2,
+    turn_seconds=0.5,
+    hour_ticks=200,
+)
 
 
 def bench_health(options: Options) -> dict[str, object]:
@@ -109,9 +116,14 @@ def bench_health(options: Options) -> dict[str, object]:
 
 
 def _devices(rig: Rig) -> Found:
-    return {"kind": rig.kind, "why_not_real": rig.problem, "devices": DEVICES,
-            "geometry": f"{DATA}+{PARITY}", "slow_bytes_per_second": SLOW_BYTES_PER_SECOND,
-            "cores": os.cpu_count()}  # fmt: skip
+    return {
+        "kind": rig.kind,
+        "why_not_real": rig.problem,
+        "devices": DEVICES,
+        "geometry": f"{DATA}+{PARITY}",
+        "slow_bytes_per_second": SLOW_BYTES_PER_SECOND,
+        "cores": os.cpu_count(),
+    }
 
 
 def cases_named(names: str) -> list[str]:
@@ -133,16 +145,25 @@ class _Run:
         self._repeats = 1 if options.quick else options.repeats
         self._few = min(self._repeats, MOST_REPEATS)
         self.results: dict[str, object] = {
-            "configuration": {"repeats": self._repeats, "quick": options.quick,
-                              "load_at_start": loads()},
-        }  # fmt: skip
+            "configuration": {
+                "repeats": self._repeats,
+                "quick": options.quick,
+                "load_at_start": loads(),
+            },
+        }
         self.bar: Progress | None = None
 
     def steps(self) -> int:
         """Of the progress bar: one for each run of seconds."""
         both, few = self._repeats + OFF_REPEATS, self._few
-        each = {"window": both, "global": both, "reads": both, "saves": few + 2 * OTHER_REPEATS,
-                "overhead": len(MODES) * self.scale.turns, "rebuild": few + LAID_ANEW}  # fmt: skip
+        each = {
+            "window": both,
+            "global": both,
+            "reads": both,
+            "saves": few + 2 * OTHER_REPEATS,
+            "overhead": len(MODES) * self.scale.turns,
+            "rebuild": few + LAID_ANEW,
+        }
         return sum(each.get(case, 1) for case in self.chosen)
 
     def step(self, case: str, part: str = "") -> None:
@@ -157,9 +178,10 @@ class _Run:
         self.results[case] = found
         self.results["not_met"] = unmet(self.results)
         self.results["not_run"] = {
-            name: row["skipped"] for name, row in self.results.items()
+            name: row["skipped"]
+            for name, row in self.results.items()
             if isinstance(row, Mapping) and "skipped" in row
-        }  # fmt: skip
+        }
         self._options.keep(self.results)
         _log.info("bench health: %s done", case)
 

@@ -38,12 +38,14 @@ def cost_case(scene: SlowScene, turns: int, seconds: float, done: Callable[[str]
             done(shuffle)
         found[shuffle] = {
             "on_to_off": verdict(pairs(rates[True], rates[False]), COST_BAR, least=True),
-            "processor_time_on_to_off": verdict(pairs(costs[True], costs[False]), None,
-                                                least=False),
+            "processor_time_on_to_off": verdict(
+                pairs(costs[True], costs[False]), None, least=False
+            ),
             "on_samples_per_second": round(middle(rates[True])),
             "off_samples_per_second": round(middle(rates[False])),
-            "on_us_a_sample": middle(costs[True], 2), "off_us_a_sample": middle(costs[False], 2),
-        }  # fmt: skip
+            "on_us_a_sample": middle(costs[True], 2),
+            "off_us_a_sample": middle(costs[False], 2),
+        }
     return found
 
 

@@ -62,10 +62,13 @@ def slow_devices(runs: int, rules: Mapping[str, Callable[..., DetectionRule]]) -
             traces = [slow_trace(shape, sigma, seed) for seed in range(runs)]
             bar = shape.within if sigma in SIGMAS else None
             rows[f"{name}, sigma {sigma}"] = {
-                rule: _delays([first_found(make({}), trace) for trace in traces], shape,
-                              bar if rule == "hpstore" else None)
+                rule: _delays(
+                    [first_found(make({}), trace) for trace in traces],
+                    shape,
+                    bar if rule == "hpstore" else None,
+                )
                 for rule, make in rules.items()
-            }  # fmt: skip
+            }
     return rows
 
 
@@ -155,9 +158,11 @@ def load(runs: int, ticks: int) -> dict[str, object]:
             delays = [_since_onset(first[0]) for first in found]
             known = [delay for delay in delays if delay is not None]
             row: Row = {
-                "runs": runs, "found": len(known), "ticks_most": max(known, default=None),
+                "runs": runs,
+                "found": len(known),
+                "ticks_most": max(known, default=None),
                 "others_found": sum(t is not None for first in found for t in first[1:]),
-            }  # fmt: skip
+            }
             if how == "hpstore":
                 in_time = [delay for delay in known if bar is None or delay <= bar]
                 good = len(in_time) == runs if bar is not None else not known

@@ -47,17 +47,25 @@ def forecast_verdicts(found: ForecastEvaluation) -> Found:
     """The model above the sum, the rule not below it; far above both is a leak."""
     fdr = {name: found.scores[name].at_far.fdr for name in (MODEL, RULE, SUM)}
     rows: Found = {
-        "failed_drives": found.failed_drives, "healthy_drives": found.healthy_drives,
-        "after": found.after, "until": found.until, "far": found.far,
-    }  # fmt: skip
+        "failed_drives": found.failed_drives,
+        "healthy_drives": found.healthy_drives,
+        "after": found.after,
+        "until": found.until,
+        "far": found.far,
+    }
     for name, value in fdr.items():
         result = found.scores[name]
         interval = result.over_sum_interval
-        row: Found = {"fdr": round(value, 4), "over_sum": round(result.over_sum, 4),
-                      "over_sum_95": [round(interval.low, 3), round(interval.high, 3)]}  # fmt: skip
+        row: Found = {
+            "fdr": round(value, 4),
+            "over_sum": round(result.over_sum, 4),
+            "over_sum_95": [round(interval.low, 3), round(interval.high, 3)],
+        }
         if name == MODEL:
-            row |= {"bar": f"> the sum, and <= {LEAK_FDR} (a leak)",
-                    "met": fdr[SUM] < value <= LEAK_FDR}  # fmt: skip
+            row |= {
+                "bar": f"> the sum, and <= {LEAK_FDR} (a leak)",
+                "met": fdr[SUM] < value <= LEAK_FDR,
+            }
         elif name == RULE:
             row |= {"bar": ">= the sum", "met": fdr[SUM] <= value <= LEAK_FDR}
         rows[name] = row

@@ -73,10 +73,14 @@ class ForegroundReads(Closing):
         self._errors: list[BaseException] = []
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(f"{seed} {number}"),),
-                             name=f"bench-reads-{number}", daemon=True)
+            threading.Thread(
+                target=self._run,
+                args=(random.Random(f"{seed} {number}"),),
+                name=f"bench-reads-{number}",
+                daemon=True,
+            )
             for number in range(THREADS)
-        ]  # fmt: skip
+        ]
         for thread in self._threads:
             thread.start()
 

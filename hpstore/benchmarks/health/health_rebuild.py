@@ -39,8 +39,11 @@ SILENT_SECONDS = 120.0
 LIMIT_SHARE = 0.4  # of what the pace alone would allow, where a figure is the limit
 BEFORE = {"lost": "before it began", "well": "before the loss"}
 FULL = AgentConfig(heal_share_idle=1.0, heal_share_busy=1.0, scrub_days=0.0, smart_hours=0.0)
-USUAL = replace(FULL, heal_share_idle=AgentConfig().heal_share_idle,
-                heal_share_busy=AgentConfig().heal_share_busy)  # fmt: skip
+USUAL = replace(
+    FULL,
+    heal_share_idle=AgentConfig().heal_share_idle,
+    heal_share_busy=AgentConfig().heal_share_busy,
+)
 # Any: JSON
 Found = dict[str, Any]
 
@@ -175,11 +178,12 @@ class Rebuild:
             laid.append(self._laid_out_anew())
             done("laid out anew")
         return {
-            "objects": self.plan.objects.count, "object_bytes": self.plan.objects.nbytes,
+            "objects": self.plan.objects.count,
+            "object_bytes": self.plan.objects.nbytes,
             "agent_nice": NICE,
             "replaced": _verdicts(replaced),
             "laid out anew": _verdicts(laid),
-        }  # fmt: skip
+        }
 
     def _replaced(self) -> Found:
         """Full speed, the usual pace, a figure as the limit; then beside readers."""
@@ -194,13 +198,16 @@ class Rebuild:
         beside_limited = self._watched(self._lose_columns, config)
         return {
             "allowed": {
-                "alone": alone, "alone, limited": limited,
+                "alone": alone,
+                "alone, limited": limited,
                 "beside readers": beside["rate"] / (USUAL.heal_share_busy * beside["working"]),
                 "beside readers, limited": beside_limited["rate"] / slower,
             },
             "p99": {"": beside["p99"], ", limited": beside_limited["p99"]},
-            "full": full, "beside": beside, "load": load,
-        }  # fmt: skip
+            "full": full,
+            "beside": beside,
+            "load": load,
+        }
 
     def _laid_out_anew(self) -> Found:
         """Shrunk to seven devices beside readers, then widened again at full speed, alone: as much
@@ -220,9 +227,11 @@ class Rebuild:
         share = USUAL.heal_share_busy
         return {
             "allowed": {"beside readers": shrunk["rate"] / (share * shrunk["working"])},
-            "p99": {"": shrunk["p99"]}, "full": shrunk["bytes"] / taken, "beside": shrunk,
+            "p99": {"": shrunk["p99"]},
+            "full": shrunk["bytes"] / taken,
+            "beside": shrunk,
             "load": load,
-        }  # fmt: skip
+        }
 
     def _once(self, config: AgentConfig) -> float:
         """Return the bytes per second of a rebuild without foreground reads."""
@@ -250,8 +259,13 @@ class Rebuild:
             p99["lost"] = reads.p99(*lost)
             p99["during"] = reads.p99(healed.began, healed.ended)
         self._require_whole()
-        return {"bytes": nbytes, "rate": nbytes / healed.seconds, "seconds": healed.seconds,
-                "working": healed.working_bytes_per_second, "p99": p99}  # fmt: skip
+        return {
+            "bytes": nbytes,
+            "rate": nbytes / healed.seconds,
+            "seconds": healed.seconds,
+            "working": healed.working_bytes_per_second,
+            "p99": p99,
+        }
 
     def _reads(self, pool: hpstore.Pool) -> ForegroundReads:
         self._seed += 1
@@ -284,15 +298,17 @@ def _verdicts(ones: list[Found]) -> Found:
     if not ones:
         return {"skipped": "not asked for"}
     rows: Found = {
-        f"bandwidth_to_allowed, {way}": verdict([one["allowed"][way] for one in ones], ALLOWED_BAR,
-                                                least=True)
+        f"bandwidth_to_allowed, {way}": verdict(
+            [one["allowed"][way] for one in ones], ALLOWED_BAR, least=True
+        )
         for way in ones[0]["allowed"]
-    }  # fmt: skip
+    }
     for how in ones[0]["p99"]:
         for kind in KINDS:
             for before, bar in (("lost", P99_BAR), ("well", None)):
-                ratios = [one["p99"][how]["during"][kind] / one["p99"][how][before][kind]
-                          for one in ones]  # fmt: skip
+                ratios = [
+                    one["p99"][how]["during"][kind] / one["p99"][how][before][kind] for one in ones
+                ]
                 rows[f"p99_of_{kind}{how}, to {BEFORE[before]}"] = verdict(ratios, bar, least=False)
     share = USUAL.heal_share_busy
     return rows | {

@@ -107,9 +107,12 @@ class Rig(Closing):
     def create(self, name: str, *, parity: int = PARITY, recycle_bytes: int = 0) -> None:
         """A pool of k = 5 over all devices; open() opens it."""
         hpstore.create(
-            self.directories(name), data=DATA, parity=parity, config=self.config(name),
+            self.directories(name),
+            data=DATA,
+            parity=parity,
+            config=self.config(name),
             settings=Settings(recycle_bytes=recycle_bytes, run_directory=str(self.root / "run")),
-        ).close()  # fmt: skip
+        ).close()
 
     def config(self, name: str) -> Path:
         """Its pool.toml."""
@@ -197,9 +200,10 @@ def cached_bytes(path: Path) -> int:
         try:
             libc = ctypes.CDLL(None, use_errno=True)
             failed = libc.mincore(
-                ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(size),
+                ctypes.c_void_p(view.ctypes.data),
+                ctypes.c_size_t(size),
                 ctypes.c_void_p(pages.ctypes.data),
-            )  # fmt: skip
+            )
             if failed:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
         finally:

@@ -49,8 +49,9 @@ class Pattern:
     objects: Objects = field(default_factory=Objects)  # that readers read
 
 
-QUICK = Pattern(state_bytes=24 * MIB, every_seconds=0.5, found_seconds=8.0,
-                objects=Objects(count=4))  # fmt: skip
+QUICK = Pattern(
+    state_bytes=24 * MIB, every_seconds=0.5, found_seconds=8.0, objects=Objects(count=4)
+)
 
 
 class Saves:
@@ -66,9 +67,11 @@ class Saves:
 
     def case(self, repeats: int, done: Callable[[str], None]) -> Found:
         """Ratios, with the monitor and without it, beside readers and alone."""
-        runs = {READING: partial(self._run, monitor=True, readers=True),
-                ALONE: partial(self._run, monitor=True, readers=False),
-                OFF: partial(self._run, monitor=False, readers=True)}  # fmt: skip
+        runs = {
+            READING: partial(self._run, monitor=True, readers=True),
+            ALONE: partial(self._run, monitor=True, readers=False),
+            OFF: partial(self._run, monitor=False, readers=True),
+        }
         found: dict[str, list[Found]] = {who: [] for who in runs}
         for who, one in interleaved(
             runs, {READING: repeats, ALONE: OTHER_REPEATS, OFF: OTHER_REPEATS}
@@ -113,8 +116,14 @@ class Saves:
             facts = watch.facts()
             self.rig.slow(0)
         usual, then = statistics.median(healthy), statistics.median(slow)
-        return {"ratio": then / usual, "healthy": usual, "slow": then, "until_then": until_then,
-                **facts, "load": load}  # fmt: skip
+        return {
+            "ratio": then / usual,
+            "healthy": usual,
+            "slow": then,
+            "until_then": until_then,
+            **facts,
+            "load": load,
+        }
 
     def _save(self, saver: Checkpointer) -> float:
         """Seconds until the next step is durable; then the time until the one after it."""

@@ -33,10 +33,19 @@ BARS = {"window": WINDOW_BAR, "global": GLOBAL_BAR}
 ON, OFF = "monitor on", "monitor off"
 OFF_REPEATS = 1  # it has no bar
 LASTING_SECONDS = 2.0
-COUNTERS = ("read_avoided_total", "read_hedged_total", "read_rerouted_total",
-            "read_hedge_won_total", "read_hedge_refused_total", "read_hedge_without_memory_total",
-            "read_degraded_total", "read_probe_total", "fill_without_memory_total",
-            "scatter_without_memory_total", "column_read_error_total")  # fmt: skip
+COUNTERS = (
+    "read_avoided_total",
+    "read_hedged_total",
+    "read_rerouted_total",
+    "read_hedge_won_total",
+    "read_hedge_refused_total",
+    "read_hedge_without_memory_total",
+    "read_degraded_total",
+    "read_probe_total",
+    "fill_without_memory_total",
+    "scatter_without_memory_total",
+    "column_read_error_total",
+)
 # Any: JSON
 Found = dict[str, Any]
 
@@ -76,11 +85,12 @@ class SlowScene:
     def facts(self) -> Found:
         """What was there, and what arithmetic leaves of random reads: k of them for each lost."""
         return {
-            "samples": self.data.rows, "bytes": self.data.nbytes,
+            "samples": self.data.rows,
+            "bytes": self.data.nbytes,
             "share_of_data_on_slow_device": round(self.share, 4),
             "global_limit_by_arithmetic": round(1 / (1 + (DATA - 1) * self.share), 3),
             "in_page_cache": round(self.rig.cached_share(POOL), 4),
-        }  # fmt: skip
+        }
 
     def loader(self, dataset: Dataset, shuffle: str) -> DataLoader:
         """One that keeps nothing: of an epoch at most a quarter is in memory for its windows."""
@@ -99,21 +109,28 @@ class SlowScene:
 
 def loader_case(scene: SlowScene, shuffle: str, repeats: int, done: Callable[[str], None]) -> Found:
     """Throughput with one slow device to that without, with the monitor and without it."""
-    runs = {ON: partial(_loader_run, scene, shuffle, monitor=True),
-            OFF: partial(_loader_run, scene, shuffle, monitor=False)}  # fmt: skip
+    runs = {
+        ON: partial(_loader_run, scene, shuffle, monitor=True),
+        OFF: partial(_loader_run, scene, shuffle, monitor=False),
+    }
     rows: Found = {}
     for who, ones in _by_turns(runs, repeats, done).items():
         bar = BARS[shuffle] if who == ON else None
         rows[who] = {
             "to_healthy": verdict([one["ratio"] for one in ones], bar, least=True),
-            **{f"{name}_samples_per_second": round(middle([one[f"{name}_per_second"]
-                                                           for one in ones]))
-               for name in ("healthy", "slow")},
-            **{f"{name}_us_a_sample": middle([one[f"{name}_us"] for one in ones], 2)
-               for name in ("healthy", "slow")},
+            **{
+                f"{name}_samples_per_second": round(
+                    middle([one[f"{name}_per_second"] for one in ones])
+                )
+                for name in ("healthy", "slow")
+            },
+            **{
+                f"{name}_us_a_sample": middle([one[f"{name}_us"] for one in ones], 2)
+                for name in ("healthy", "slow")
+            },
             "seconds_until_bar": spoken([one["seconds_until_bar"] for one in ones]),
             **_common(ones),
-        }  # fmt: skip
+        }
     return rows
 
 
@@ -136,11 +153,15 @@ def _loader_run(scene: SlowScene, shuffle: str, *, monitor: bool) -> Found:
         facts = watch.facts()
         rig.slow(0)  # what is under way ends
     return {
-        "ratio": slow / healthy, "healthy_per_second": healthy, "slow_per_second": slow,
-        "healthy_us": healthy_cost, "slow_us": slow_cost,
+        "ratio": slow / healthy,
+        "healthy_per_second": healthy,
+        "slow_per_second": slow,
+        "healthy_us": healthy_cost,
+        "slow_us": slow_cost,
         "seconds_until_bar": seconds_until(arrivals, watch.onset, BARS[shuffle] * healthy),
-        **facts, "load": load,
-    }  # fmt: skip
+        **facts,
+        "load": load,
+    }
 
 
 class SampleRows(Closing):
@@ -233,18 +254,28 @@ class SlowWatch:
 
 def reads_case(scene: SlowScene, repeats: int, done: Callable[[str], None]) -> Found:
     """p99 of reads with one slow device to that without, with the monitor and without it."""
-    runs = {ON: partial(_reads_run, scene, monitor=True),
-            OFF: partial(_reads_run, scene, monitor=False)}  # fmt: skip
+    runs = {
+        ON: partial(_reads_run, scene, monitor=True),
+        OFF: partial(_reads_run, scene, monitor=False),
+    }
     rows: Found = {}
     for who, ones in _by_turns(runs, repeats, done).items():
         rows[who] = {
-            **{f"p99_of_{kind}_to_healthy": verdict([one["ratio"][kind] for one in ones],
-                                                    P99_BAR if who == ON else None, least=False)
-               for kind in KINDS},
-            **{f"{name}_of_{kind}_ms": middle([one[name][kind] for one in ones], 2)
-               for kind in KINDS for name in ("healthy_p99", "slow_p99")},
+            **{
+                f"p99_of_{kind}_to_healthy": verdict(
+                    [one["ratio"][kind] for one in ones],
+                    P99_BAR if who == ON else None,
+                    least=False,
+                )
+                for kind in KINDS
+            },
+            **{
+                f"{name}_of_{kind}_ms": middle([one[name][kind] for one in ones], 2)
+                for kind in KINDS
+                for name in ("healthy_p99", "slow_p99")
+            },
             **_common(ones),
-        }  # fmt: skip
+        }
     return rows
 
 
@@ -264,9 +295,12 @@ def _reads_run(scene: SlowScene, *, monitor: bool) -> Found:
             rig.slow(0)
         healthy, slow = reads.p99(began, watch.onset), reads.p99(after, until)
     return {
-        "healthy_p99": healthy, "slow_p99": slow,
-        "ratio": {kind: slow[kind] / healthy[kind] for kind in KINDS}, **facts, "load": load,
-    }  # fmt: skip
+        "healthy_p99": healthy,
+        "slow_p99": slow,
+        "ratio": {kind: slow[kind] / healthy[kind] for kind in KINDS},
+        **facts,
+        "load": load,
+    }
 
 
 # --- both -------------------------------------------------------------------------------------
@@ -287,10 +321,12 @@ def _common(ones: Sequence[Found]) -> Found:
     """What every run says of itself."""
     known = [one["seconds_until_found"] for one in ones]
     return {
-        "seconds_until_found": spoken(known), "state": ", ".join(one["state"] for one in ones),
+        "seconds_until_found": spoken(known),
+        "state": ", ".join(one["state"] for one in ones),
         "others_found": sum(one["others_found"] for one in ones),
-        "counters_of_the_last": ones[-1]["counters"], "loads": [one["load"] for one in ones],
-    }  # fmt: skip
+        "counters_of_the_last": ones[-1]["counters"],
+        "loads": [one["load"] for one in ones],
+    }
 
 
 def spoken(values: Sequence[float | None]) -> list[float | str]:

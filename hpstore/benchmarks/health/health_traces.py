@@ -141,8 +141,12 @@ def _disk(_: Rng, times: FloatArray) -> None:
 _LINKED = {f"d{i}": Traits(link="c0" if i < 3 else "c1") for i in range(DEVICES)}
 _MIXED = {f"d{i}": Traits(media=Media.SSD if i else Media.HDD) for i in range(DEVICES)}
 
-BARRED = ("plain noise", "shared burst, x5", "shared burst on one link of three, x4",
-          "one HDD among SSDs")  # fmt: skip
+BARRED = (
+    "plain noise",
+    "shared burst, x5",
+    "shared burst on one link of three, x4",
+    "one HDD among SSDs",
+)
 HEALTHY: dict[str, tuple[Callable[[Rng, FloatArray], None], Mapping[str, Traits]]] = {
     "plain noise": (_nothing, {}),
     "single stalls of 50 ms": (_stalls, {}),

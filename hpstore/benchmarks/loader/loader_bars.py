@@ -26,8 +26,10 @@ def verdict(values: Sequence[float], bar: float | None, *, least: bool, **facts:
     found = {name: value for name, value in spread(values).items() if name != "values"}
     if bar is not None:
         middle = statistics.median(values)
-        found |= {"bar": f"{'>=' if least else '<='} {bar}",
-                  "met": middle >= bar if least else middle <= bar}  # fmt: skip
+        found |= {
+            "bar": f"{'>=' if least else '<='} {bar}",
+            "met": middle >= bar if least else middle <= bar,
+        }
     return found | facts
 
 
@@ -55,9 +57,10 @@ def to_one(found: Figures, ours: str, theirs: str, bar: float | None) -> Verdict
 def to_best(found: Figures, ours: str, bar: float | None) -> Verdict:
     """One of ours against the fastest peer."""
     medians = {
-        name: statistics.median(values) for name, values in rates(found).items()
+        name: statistics.median(values)
+        for name, values in rates(found).items()
         if values and not name.startswith("hpstore")
-    }  # fmt: skip
+    }
     if not medians:
         return skipped("no peers were asked for, or all failed")
     return to_one(found, ours, max(medians, key=lambda name: medians[name]), bar)
@@ -66,8 +69,10 @@ def to_best(found: Figures, ours: str, bar: float | None) -> Verdict:
 def warm_verdicts(kind: str, found: Figures) -> dict[str, Verdict]:
     """Data in memory."""
     if kind == "B":
-        return {"warm_to_memmap": to_one(found, RESIDENT, MEMMAP, 1.5),
-                "warm_to_best_peer": to_best(found, RESIDENT, None)}  # fmt: skip
+        return {
+            "warm_to_memmap": to_one(found, RESIDENT, MEMMAP, 1.5),
+            "warm_to_best_peer": to_best(found, RESIDENT, None),
+        }
     rows = {
         "warm_to_memmap_getitems": to_one(found, RESIDENT, FANCY, 1.2),
         "warm_to_memmap_2_workers": to_one(found, RESIDENT, WORKERS, 4.0),
@@ -82,8 +87,10 @@ def warm_verdicts(kind: str, found: Figures) -> dict[str, Verdict]:
 
 def cold_verdicts(found: Figures, raw: Sequence[Found]) -> dict[str, Verdict]:
     """Nothing in memory at first, room for everything."""
-    rows = {"cold_to_best_peer": to_best(found, WINDOW, 1.2),
-            "cold_global_to_best_peer": to_best(found, RESIDENT, None)}  # fmt: skip
+    rows = {
+        "cold_to_best_peer": to_best(found, WINDOW, 1.2),
+        "cold_global_to_best_peer": to_best(found, RESIDENT, None),
+    }
     return rows | to_raw("cold", found, raw, RECORDS, WINDOWS, (None, None))
 
 
@@ -98,15 +105,20 @@ def limited_verdicts(found: Figures, raw: Sequence[Found]) -> dict[str, Verdict]
 
 
 def to_raw(
-    case: str, found: Figures, raw: Sequence[Found], chosen: str, window: str,
+    case: str,
+    found: Figures,
+    raw: Sequence[Found],
+    chosen: str,
+    window: str,
     bars: tuple[float | None, float | None],
-) -> dict[str, Verdict]:  # fmt: skip
+) -> dict[str, Verdict]:
     """Random reads against fio (or threads), windows against sequential reads; steady rates."""
     rows: dict[str, Verdict] = {}
     steady = rates(found, "steady_rate")
     for name, ours, key, bar in (
-        ("global", chosen, "random_reads", bars[0]), ("window", window, "sequential_rows", bars[1]),
-    ):  # fmt: skip
+        ("global", chosen, "random_reads", bars[0]),
+        ("window", window, "sequential_rows", bars[1]),
+    ):
         if steady.get(ours):
             against = [session[key] for session in raw]
             rows[f"{case}_{name}_to_raw"] = verdict(
@@ -128,9 +140,10 @@ def degraded_verdicts(
     for lost in sorted(found.keys() - {0}):
         cases = found[lost]
         for case, name, bar, label in (
-            ("warm", RESIDENT, 0.85, "in_memory"), ("cold", WINDOWS, 0.85, "window"),
+            ("warm", RESIDENT, 0.85, "in_memory"),
+            ("cold", WINDOWS, 0.85, "window"),
             ("cold", RECORDS, 0.9, "global"),
-        ):  # fmt: skip
+        ):
             ours, usual = cases.get(case, {}).get(name), healthy.get(case, {}).get(name)
             title = f"degraded_{lost}_{label}_to_healthy"
             if not ours or not usual:

@@ -99,9 +99,13 @@ class LoaderRunner:
     """Runs the sessions of one dataset in one directory."""
 
     def __init__(
-        self, spec: LoaderSpec, sessions: Sessions, bar: Progress, peers: Sequence[str],
+        self,
+        spec: LoaderSpec,
+        sessions: Sessions,
+        bar: Progress,
+        peers: Sequence[str],
         cases: Sequence[str],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.found = LoaderFindings()
         self._spec, self._sessions, self._bar = spec, sessions, bar
         self._cases = [case for case in cases if spec.data.kind == "A" or case != "limited"]
@@ -137,9 +141,10 @@ class LoaderRunner:
 
     def _case(self, case: str, spec: LoaderSpec) -> None:
         names = [
-            name for name in (*OURS_BY_CASE[case], *self._peers)
+            name
+            for name in (*OURS_BY_CASE[case], *self._peers)
             if not ((case == "warm" and name in NOT_WARM) or self._far_behind(case, name))
-        ]  # fmt: skip
+        ]
         for name in in_turn(names, len(self.found.raw) - 1):
             found = self._one(name, epoch_session, spec, case)
             if found is not None:
@@ -231,8 +236,11 @@ def bench_loader(options: Options) -> dict[str, object]:
             spec = LoaderSpec(contender="", directory=root / kind, data=data, device=options.device)
             held = ballast_bytes(data.nbytes, memory_bytes("MemAvailable"))
             with closing(MemoryBallast(held)) as ballast:
-                sessions = Sessions(ballast, preload="hpstore.benchmarks.loader.loader_sessions",
-                                    silent_seconds=SILENT_SECONDS)  # fmt: skip
+                sessions = Sessions(
+                    ballast,
+                    preload="hpstore.benchmarks.loader.loader_sessions",
+                    silent_seconds=SILENT_SECONDS,
+                )
                 runner = LoaderRunner(spec, sessions, bar, peers, cases)
                 runner.write()
                 for done in range(1, options.repeats + 1):
@@ -290,8 +298,11 @@ def report(
         ratios |= bars.limited_verdicts(found.cases["limited"], found.raw)
     ratios |= bars.degraded_verdicts(found.lost, found.allowed)
     ratios |= bars.special_verdicts(found.special)
-    lost = {f"{case}, {lost} missing": figures for lost, cases in found.lost.items()
-            for case, figures in cases.items()}  # fmt: skip
+    lost = {
+        f"{case}, {lost} missing": figures
+        for lost, cases in found.lost.items()
+        for case, figures in cases.items()
+    }
     return {
         "samples": data.rows,
         "bytes": data.nbytes,
@@ -343,7 +354,6 @@ def middle(sessions: Sequence[Found], key: str, digits: int) -> float:
 def raw_figures(raw: Sequence[Found]) -> dict[str, Any]:
     """What the device gives without a loader."""
     return {
-        name: spread([session[name] for session in raw])
-        if isinstance(value, float) else value
+        name: spread([session[name] for session in raw]) if isinstance(value, float) else value
         for name, value in raw[0].items()
-    }  # fmt: skip
+    }

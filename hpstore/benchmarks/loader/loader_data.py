@@ -87,9 +87,10 @@ class Data:
         """RuntimeError unless each row is the record that its label says."""
         values, labels = batch[0], torch.as_tensor(batch[1]).reshape(-1).tolist()
         heads = (
-            values[:, :8].cpu().numpy() if isinstance(values, torch.Tensor)
+            values[:, :8].cpu().numpy()
+            if isinstance(values, torch.Tensor)
             else np.stack([np.asarray(value[:8].cpu()) for value in values])
-        )  # fmt: skip
+        )
         found = np.ascontiguousarray(heads).view(np.int64).reshape(-1).tolist()
         if found != labels:
             raise RuntimeError(f"{who} returned other values than were written")

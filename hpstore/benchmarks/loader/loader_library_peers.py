@@ -47,9 +47,12 @@ class Streaming(LoaderPeer):
                 local=str(self.directory), shuffle=True, batch_size=BATCH, num_canonical_nodes=1
             )
             self._loader: Any = torch.utils.data.DataLoader(
-                dataset, BATCH, num_workers=2, persistent_workers=True,
+                dataset,
+                BATCH,
+                num_workers=2,
+                persistent_workers=True,
                 collate_fn=collate_ragged if self.data.ragged else collate_fixed,
-            )  # fmt: skip
+            )
         return iter(self._loader)
 
 
@@ -88,9 +91,10 @@ class Litdata(LoaderPeer):
         if not hasattr(self, "_loader"):
             dataset = self._library.StreamingDataset(str(self.directory), shuffle=True)
             self._loader: Any = self._library.StreamingDataLoader(
-                dataset, batch_size=BATCH,
+                dataset,
+                batch_size=BATCH,
                 collate_fn=collate_ragged if self.data.ragged else collate_fixed,
-            )  # fmt: skip
+            )
         return iter(self._loader)
 
 
@@ -110,8 +114,13 @@ class Webdataset(LoaderPeer):
         pattern = str(self.directory / "%06d.tar")
         with self._library.ShardWriter(pattern, maxcount=rows, verbose=0) as out:
             for index, record in enumerate(self.data.records()):
-                out.write({"__key__": f"{index:09d}", "value.bin": record.tobytes(),
-                           "label.txt": str(index)})  # fmt: skip
+                out.write(
+                    {
+                        "__key__": f"{index:09d}",
+                        "value.bin": record.tobytes(),
+                        "label.txt": str(index),
+                    }
+                )
 
     def epoch(self, number: int) -> Iterator[Batch]:
         urls = [str(path) for path in sorted(self.directory.glob("*.tar"))]
@@ -145,9 +154,11 @@ class Ffcv(LoaderPeer):
     def write(self) -> None:
         fields = self._library.fields
         length = int(self.data.lengths[0])
-        value = fields.BytesField() if self.data.ragged else fields.NDArrayField(
-            np.dtype(np.uint8), (length,)
-        )  # fmt: skip
+        value = (
+            fields.BytesField()
+            if self.data.ragged
+            else fields.NDArrayField(np.dtype(np.uint8), (length,))
+        )
         made = {"value": value, "label": fields.IntField()}
         writer = self._library.writer.DatasetWriter(
             str(self.directory / "data.beton"), made, num_workers=1
@@ -164,11 +175,17 @@ class Ffcv(LoaderPeer):
 
             value = BytesDecoder() if self.data.ragged else NDArrayDecoder()
             self._loader: Any = Loader(
-                str(self.directory / "data.beton"), batch_size=BATCH, num_workers=cpus(),
-                order=getattr(OrderOption, self.order), os_cache=self.os_cache, drop_last=False,
-                pipelines={"value": [value, ToTensor()],
-                           "label": [IntDecoder(), ToTensor(), Squeeze()]},
-            )  # fmt: skip
+                str(self.directory / "data.beton"),
+                batch_size=BATCH,
+                num_workers=cpus(),
+                order=getattr(OrderOption, self.order),
+                os_cache=self.os_cache,
+                drop_last=False,
+                pipelines={
+                    "value": [value, ToTensor()],
+                    "label": [IntDecoder(), ToTensor(), Squeeze()],
+                },
+            )
         return iter(self._loader)
 
 

@@ -143,11 +143,12 @@ def share_on(places: Sequence[Path], some: Sequence[Path], data: int) -> float:
     """Share of the data columns' bytes (k = `data`, below 10) that lie on some devices of all."""
     held = {
         place: sum(
-            file.stat().st_size for column in range(data)
+            file.stat().st_size
+            for column in range(data)
             for file in place.glob(f"objects/data/**/@*.c0{column}.*")
         )
         for place in places
-    }  # fmt: skip
+    }
     total = sum(held.values())
     return sum(held[place] for place in some) / total if total else 0.0
 

@@ -215,8 +215,13 @@ class FilesWorkers(Files):
 
 
 TORCH_PEERS: tuple[type[LoaderPeer], ...] = (
-    MemmapFancy, Memmap, MemmapWorkers, MemmapFancyWorkers, Files, FilesWorkers,
-)  # fmt: skip
+    MemmapFancy,
+    Memmap,
+    MemmapWorkers,
+    MemmapFancyWorkers,
+    Files,
+    FilesWorkers,
+)
 
 
 def installed(package: str) -> str:

@@ -84,12 +84,27 @@ class Raw:
             return None, "fio is not installed: the figure of 32 threads stands in"
         try:
             done = subprocess.run(
-                [program, "--name=read", f"--filename={self._path}", "--rw=randread", "--direct=1",
-                 f"--bs={self.record_bytes}", "--ioengine=io_uring", "--iodepth=32",
-                 "--time_based", f"--runtime={max(1, round(self._seconds))}", "--readonly",
-                 "--allow_file_create=0", "--norandommap", "--output-format=json"],
-                capture_output=True, text=True, timeout=FIO_SECONDS, check=False,
-            )  # fmt: skip
+                [
+                    program,
+                    "--name=read",
+                    f"--filename={self._path}",
+                    "--rw=randread",
+                    "--direct=1",
+                    f"--bs={self.record_bytes}",
+                    "--ioengine=io_uring",
+                    "--iodepth=32",
+                    "--time_based",
+                    f"--runtime={max(1, round(self._seconds))}",
+                    "--readonly",
+                    "--allow_file_create=0",
+                    "--norandommap",
+                    "--output-format=json",
+                ],
+                capture_output=True,
+                text=True,
+                timeout=FIO_SECONDS,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return None, f"fio did not end within {FIO_SECONDS:g} s"
         try:

@@ -113,10 +113,17 @@ def warm_epochs(who: LoaderPeer, spec: LoaderSpec) -> Found:
         key: statistics.fmean([one[key] for one in each], seconds)
         for key in ("rate", "steady_rate")
     }
-    return each[0] | together | {
-        "main_us": statistics.fmean(one["main_us"] for one in each), "seconds": sum(seconds),
-        "cut": each[-1]["cut"], "epochs": len(each), "second_epoch_rate": each[0]["rate"],
-    }  # fmt: skip
+    return (
+        each[0]
+        | together
+        | {
+            "main_us": statistics.fmean(one["main_us"] for one in each),
+            "seconds": sum(seconds),
+            "cut": each[-1]["cut"],
+            "epochs": len(each),
+            "second_epoch_rate": each[0]["rate"],
+        }
+    )
 
 
 def timed_epoch(who: LoaderPeer, number: int, spec: LoaderSpec) -> Found:

@@ -45,10 +45,10 @@ def _idle_row(ranks: Sequence[Sequence[Row]], count: int, stages: int) -> Row:
         ],
         "forward_ms": round(1e3 * min(forwards), 1),  # the least of the ranks' medians
         "step_ms": round(1e3 * statistics.median(row["step_seconds"] for row in rounds), 1),
-        "us_an_event": spread([
-            1e6 * max(rank["hook_seconds_per_event"] for rank in row["ranks"]) for row in rounds
-        ]),
-    }  # fmt: skip
+        "us_an_event": spread(
+            [1e6 * max(rank["hook_seconds_per_event"] for rank in row["ranks"]) for row in rounds]
+        ),
+    }
 
 
 def cost_rows(ranks: Sequence[Mapping[str, Row]]) -> dict[str, Row]:
@@ -85,9 +85,10 @@ def bars(
     """
     found = {f"idle_gap_{name}": idle_verdict(row) for name, row in idle.items()}
     found["checkpoint_every_5_steps"] = verdict(
-        cost[OURS]["overhead"]["values"], CHECKPOINT_BAR,
+        cost[OURS]["overhead"]["values"],
+        CHECKPOINT_BAR,
         torch_save=cost["torch.save"]["overhead"]["median"],
-    )  # fmt: skip
+    )
     found["data_wait"] = verdict(cost[OURS]["data_wait"]["values"], WAIT_BAR)
     found["hook_us_an_event"] = verdict(hook_us, HOOK_BAR)
     for name, row in idle.items():
@@ -109,7 +110,8 @@ def told(found: Mapping[str, Verdict]) -> list[str]:
     return [
         f"{'met    ' if row['met'] else 'NOT MET'}  {name}: {row['median']} "
         f"({row['lowest']} to {row['highest']}), bar {row['bar']}"
-        + "".join(f", {key} {row[key]}" for key in ("idle", "theory", "torch_save", "why")
-                  if key in row)
+        + "".join(
+            f", {key} {row[key]}" for key in ("idle", "theory", "torch_save", "why") if key in row
+        )
         for name, row in found.items()
-    ]  # fmt: skip
+    ]

@@ -41,9 +41,14 @@ EVENTS, HOOK_STEPS = 48, 400  # of a step of 16 micro-batches; steps of a round
 
 
 def idle_table(
-    microbatches: Sequence[int] = (4, 8, 16), *, stages: int = 2, forward_seconds: float = 0.06,
-    rounds: int = ROUNDS, steps: int = 3, schedule: str = "gpipe",
-) -> dict[str, Row]:  # fmt: skip
+    microbatches: Sequence[int] = (4, 8, 16),
+    *,
+    stages: int = 2,
+    forward_seconds: float = 0.06,
+    rounds: int = ROUNDS,
+    steps: int = 3,
+    schedule: str = "gpipe",
+) -> dict[str, Row]:
     """Idle share of a step against (K - 1) / (M + K - 1), by number of micro-batches M."""
     cases = [
         Case(schedule=schedule, stages=stages, microbatches=count, forward_seconds=forward_seconds)
@@ -56,9 +61,14 @@ def idle_table(
 
 
 def cost_table(
-    directory: Path, *, stages: int = 2, forward_seconds: float = 0.02, rounds: int = ROUNDS,
-    steps: int = 10, every: int = 5,
-) -> dict[str, Row]:  # fmt: skip
+    directory: Path,
+    *,
+    stages: int = 2,
+    forward_seconds: float = 0.02,
+    rounds: int = ROUNDS,
+    steps: int = 10,
+    every: int = 5,
+) -> dict[str, Row]:
     """Step time by way of saving, and the share of it that ranks wait for data from the pool.
 
     `steps` of a round: a multiple of `every`.
@@ -107,11 +117,20 @@ def _calls(stage: Any) -> None:
 
 def _record(recorder: EventRecorder) -> StepRecord:
     return StepRecord(
-        step=0, losses=(), events=recorder.end_step(), microbatches=EVENTS, schedule_seconds=0.0,
-        data_wait_seconds=0.0, late_microbatches=0, copy_wait_seconds=0.0,
-        save_seconds=0.0, hook_seconds=recorder.hook_seconds, idle_bytes=0, busy_bytes=0,
+        step=0,
+        losses=(),
+        events=recorder.end_step(),
+        microbatches=EVENTS,
+        schedule_seconds=0.0,
+        data_wait_seconds=0.0,
+        late_microbatches=0,
+        copy_wait_seconds=0.0,
+        save_seconds=0.0,
+        hook_seconds=recorder.hook_seconds,
+        idle_bytes=0,
+        busy_bytes=0,
         saved=None,
-    )  # fmt: skip
+    )
 
 
 def events_of(directory: Path, cases: Sequence[Case]) -> list[list[Row]]:
@@ -122,10 +141,19 @@ def events_of(directory: Path, cases: Sequence[Case]) -> list[list[Row]]:
 
 
 PICTURES = tuple(
-    Case(schedule=schedule, stages=4, microbatches=8, forward_seconds=0.02, rows=2, asleep=True,
-         state_bytes=144_000_000, every=1, snapshot="bubbles")
+    Case(
+        schedule=schedule,
+        stages=4,
+        microbatches=8,
+        forward_seconds=0.02,
+        rows=2,
+        asleep=True,
+        state_bytes=144_000_000,
+        every=1,
+        snapshot="bubbles",
+    )
     for schedule in ("gpipe", "1f1b")
-)  # fmt: skip
+)
 
 
 def tables(*, rounds: int = ROUNDS, quick: bool = False) -> dict[str, Any]:

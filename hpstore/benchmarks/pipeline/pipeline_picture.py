@@ -48,14 +48,15 @@ def _panel(axes: Any, ranks: Sequence[Any]) -> None:
         for started, ended, _ in rank["copies"]:
             if started < end:
                 width = max(1e3 * (ended - started), 0.3)
-                axes.broken_barh([(1e3 * (started - begin), width)], (row + 0.28, 0.14),
-                                 color=COPY)  # fmt: skip
+                axes.broken_barh([(1e3 * (started - begin), width)], (row + 0.28, 0.14), color=COPY)
     case = ranks[0]["case"]
     copied = sum(size for rank in ranks for *_, size in rank["copies"]) / 1e6
     axes.set_title(
         f"{case['schedule']}, {case['stages']} stages, {case['microbatches']} micro-batches, "
-        f'snapshot="{case["snapshot"]}": {copied:.0f} MB copied', fontsize=9, loc="left",
-    )  # fmt: skip
+        f'snapshot="{case["snapshot"]}": {copied:.0f} MB copied',
+        fontsize=9,
+        loc="left",
+    )
     axes.set_yticks(range(len(ranks)), [f"rank {n}" for n in range(len(ranks))], fontsize=8)
     axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.set_xlabel("ms", fontsize=8)
@@ -65,8 +66,19 @@ def _panel(axes: Any, ranks: Sequence[Any]) -> None:
 def _event(axes: Any, row: int, event: Any, begin: float) -> None:
     width = 1e3 * (event["end"] - event["begin"])
     left = 1e3 * (event["begin"] - begin)
-    axes.broken_barh([(left, width)], (row - 0.35, 0.6), facecolors=COLOURS[event["kind"]],
-                     edgecolors="white", linewidth=0.5)  # fmt: skip
+    axes.broken_barh(
+        [(left, width)],
+        (row - 0.35, 0.6),
+        facecolors=COLOURS[event["kind"]],
+        edgecolors="white",
+        linewidth=0.5,
+    )
     if event["microbatch"] >= 0:
-        axes.text(left + width / 2, row - 0.05, str(event["microbatch"]), ha="center",
-                  va="center", fontsize=7)  # fmt: skip
+        axes.text(
+            left + width / 2,
+            row - 0.05,
+            str(event["microbatch"]),
+            ha="center",
+            va="center",
+            fontsize=7,
+        )

@@ -130,17 +130,27 @@ class Rank:
         rank = dist.get_rank()
         self.checkpointer = Checkpointer(pool, prefix, keep_last=2) if case.every else None
         self.loader = DataLoader(
-            Dataset(pool, DATA_SET), batch_size=case.rows, shuffle=True, drop_last=True,
+            Dataset(pool, DATA_SET),
+            batch_size=case.rows,
+            shuffle=True,
+            drop_last=True,
             cache=0,  # every micro-batch is read from the devices
-        )  # fmt: skip
+        )
         self.hooks = PipelineHooks(
-            self.checkpointer, self.loader, stages=[rank], num_stages=case.stages,
-            every=case.every or None, inputs="x", target="x", snapshot=case.snapshot,
-        )  # fmt: skip
+            self.checkpointer,
+            self.loader,
+            stages=[rank],
+            num_stages=case.stages,
+            every=case.every or None,
+            inputs="x",
+            target="x",
+            snapshot=case.snapshot,
+        )
         module: Any = (
-            Asleep(rank, case.forward_seconds, case.state_bytes) if case.asleep
+            Asleep(rank, case.forward_seconds, case.state_bytes)
+            if case.asleep
             else Products(rank, depth)
-        )  # fmt: skip
+        )
         kind = self.hooks.wrap_stage(PipelineStage)
         self.stage = kind(module, rank, case.stages, torch.device("cpu"))
         self.schedule = make_schedule(
@@ -210,10 +220,12 @@ def cost_rank(directory: Path, case: Case, rounds: int, steps: int) -> dict[str,
         ranks = {
             way: Rank(
                 replace(case, snapshot=way) if way in SNAPSHOTS else replace(case, every=0),
-                pool, way, depth,
+                pool,
+                way,
+                depth,
             )
             for way in WAYS
-        }  # fmt: skip
+        }
         for rank in ranks.values():
             for _ in range(case.every - 1):
                 rank.step()
@@ -231,9 +243,7 @@ def cost_rank(directory: Path, case: Case, rounds: int, steps: int) -> dict[str,
     return found
 
 
-def cost_round(
-    way: str, rank: Rank, every: int, steps: int, directory: Path
-) -> dict[str, float]:  # fmt: skip
+def cost_round(way: str, rank: Rank, every: int, steps: int, directory: Path) -> dict[str, float]:
     """Mean seconds of a step; the share of it that was waited for data; the seconds for which the
     last save was still written when the steps were over."""
     dist.barrier()
@@ -249,8 +259,10 @@ def cost_round(
         rank.checkpointer.wait()  # the next contender has the disks for itself
     seconds = ended - began
     return {
-        "seconds": seconds / steps, "wait": waited / seconds, "tail": time.perf_counter() - ended
-    }  # fmt: skip
+        "seconds": seconds / steps,
+        "wait": waited / seconds,
+        "tail": time.perf_counter() - ended,
+    }
 
 
 def picture_rank(directory: Path, cases: Sequence[Case]) -> list[Row]:
@@ -263,10 +275,13 @@ def picture_rank(directory: Path, cases: Sequence[Case]) -> list[Row]:
             rank.hooks.gate.recent.clear()
             rank.step()  # its save has copied nothing yet when the next step begins
             copies = list(rank.hooks.gate.recent.copy())  # the next save may have begun
-            found.append({
-                "case": asdict(case), "events": [asdict(e) for e in rank.record.events],
-                "copies": [piece for piece in copies if piece[0] < rank.record.events[-1].end],
-            })  # fmt: skip
+            found.append(
+                {
+                    "case": asdict(case),
+                    "events": [asdict(e) for e in rank.record.events],
+                    "copies": [piece for piece in copies if piece[0] < rank.record.events[-1].end],
+                }
+            )
             rank.close()
     return found
 

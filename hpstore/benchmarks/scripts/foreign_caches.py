@@ -18,9 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 LIBCACHESIM = {
-    "LRU": "LRU", "LFU": "LFU", "ARC": "ARC", "S3-FIFO": "S3FIFO", "SIEVE": "Sieve",
+    "LRU": "LRU",
+    "LFU": "LFU",
+    "ARC": "ARC",
+    "S3-FIFO": "S3FIFO",
+    "SIEVE": "Sieve",
     "W-TinyLFU": "WTinyLFU",
-}  # fmt: skip
+}
 THEINE = "theine W-TinyLFU"
 
 # Any: other libraries' caches
@@ -29,7 +33,7 @@ Hits = npt.NDArray[np.bool_]
 
 def by_libcachesim(
     library: Any, name: str, blocks: list[int], sizes: list[int] | None, capacity: int
-) -> Hits:  # fmt: skip
+) -> Hits:
     """One request after another; sizes in bytes where there are any."""
     cache = getattr(library, LIBCACHESIM[name])(cache_size=capacity)
     request = library.Request()
@@ -93,13 +97,13 @@ def _play(path: str, peers: list[str]) -> None:
 
 def _runs(
     package: str, library: Any, blocks: list[int], sizes: list[int] | None, capacity: int
-) -> list[tuple[str, Callable[[], Hits]]]:  # fmt: skip
+) -> list[tuple[str, Callable[[], Hits]]]:
     if package == "theine":
         return [(THEINE, partial(by_theine, library, blocks, capacity))] if sizes is None else []
     return [
         (name, partial(by_libcachesim, library, name, blocks, sizes, capacity))
         for name in LIBCACHESIM
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

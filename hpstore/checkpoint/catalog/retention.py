@@ -80,9 +80,10 @@ class Retention:
     def __post_init__(self) -> None:
         best = self.keep_best
         for name, value in (
-            ("keep_last", self.keep_last), ("keep_every", self.keep_every),
+            ("keep_last", self.keep_last),
+            ("keep_every", self.keep_every),
             ("keep_best's count", best.count if best else None),
-        ):  # fmt: skip
+        ):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, or None")
         if (self.keep_every is not None or best is not None) and self.keep_last is None:
@@ -114,9 +115,7 @@ def steps_to_drop(
     return [step for step in ordered if step not in kept and step != committed]
 
 
-def orphans(
-    listing: Listing, named: Collection[str], living: Collection[str]
-) -> list[str]:  # fmt: skip
+def orphans(listing: Listing, named: Collection[str], living: Collection[str]) -> list[str]:
     """Segments that no manifest names and no living attempt (by nonce) may still commit."""
     return sorted(
         key

@@ -67,7 +67,10 @@ def _going(steps: StepCatalog, known: list[int], committed: int, retention: Rete
     if retention.keep_best is not None:
         metrics = {step: steps.facts(step).metrics for step in known}
     drop = steps_to_drop(
-        [*known, following], retention, committed=following,
-        protected=set(steps.protected().values()), metrics=metrics,
-    )  # fmt: skip
+        [*known, following],
+        retention,
+        committed=following,
+        protected=set(steps.protected().values()),
+        metrics=metrics,
+    )
     return [step for step in drop if step != committed]

@@ -170,8 +170,13 @@ class StepCatalog:
             keys = [manifest_key(self.prefix, step), *(s.key for s in self.facts(step).objects)]
             return all(self.pool.stat(key).spare_columns >= self.pool.parity for key in keys)
         except (HpstoreError, OSError) as error:
-            _log.warning("step %d under %r is committed, but not known to be whole; older steps "
-                         "are kept: %s", step, self.prefix, error)  # fmt: skip
+            _log.warning(
+                "step %d under %r is committed, but not known to be whole; older steps "
+                "are kept: %s",
+                step,
+                self.prefix,
+                error,
+            )
             return False
 
     def placed(self, error: Exception, step: int, note: str = "") -> Exception:
@@ -183,8 +188,11 @@ class StepCatalog:
             told = "no other step can be read" if good is None else f"step {good} can be read"
         except (HpstoreError, OSError):
             told = "other steps cannot be listed"
-        return type(error)(f"step {step} cannot be read now, {told}: {error}{note}",
-                           device=error.device, key=error.key)  # fmt: skip
+        return type(error)(
+            f"step {step} cannot be read now, {told}: {error}{note}",
+            device=error.device,
+            key=error.key,
+        )
 
     # --- protecting -------------------------------------------------------------------------
 
@@ -293,8 +301,11 @@ class StepCatalog:
             _log.warning(
                 "step %d is committed, but %r holds the later steps %s of a run that was rolled "
                 "back: restore() would take the newest of them. Delete them, or save under another "
-                "prefix.", step, self.prefix, later[-8:],
-            )  # fmt: skip
+                "prefix.",
+                step,
+                self.prefix,
+                later[-8:],
+            )
 
     def still_named(self, segments: set[str], going: Collection[int] = ()) -> set[str]:
         """Those that a step which is not `going` names or a save under way refers to; all when that
@@ -348,8 +359,9 @@ class StepCatalog:
                 self._lasts.add(step)
                 lasting += 1
             except (CheckpointError, RedundancyError, ObjectNotFound, TooFewDevices) as error:
-                _log.warning("step %d under %r does not count for retention: %s",
-                             step, self.prefix, error)  # fmt: skip
+                _log.warning(
+                    "step %d under %r does not count for retention: %s", step, self.prefix, error
+                )
                 found.remove(step)
         return found
 
@@ -383,8 +395,12 @@ class StepCatalog:
         try:
             end_save(self.pool, key, manifest=manifest, replaces=replaces)
         except (HpstoreError, OSError) as error:
-            _log.warning("what became of a save of step %d under %r is left open: %s",
-                         step, self.prefix, error)  # fmt: skip
+            _log.warning(
+                "what became of a save of step %d under %r is left open: %s",
+                step,
+                self.prefix,
+                error,
+            )
         else:
             self.unclear.discard(nonce)
 

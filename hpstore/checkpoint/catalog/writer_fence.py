@@ -157,10 +157,20 @@ class Heartbeat:
         host, boot, namespace = here()
         now = time.time_ns() // 1_000_000
         self._note = SaveAttempt(
-            step=step, nonce=nonce, host=host, boot=boot, pid=os.getpid(), namespace=namespace,
-            started_ms=now, ticks=began(os.getpid()) or 0, beat_ms=now, session=session,
-            references=tuple(references), manifest=manifest, replaces=replaces,
-        )  # fmt: skip
+            step=step,
+            nonce=nonce,
+            host=host,
+            boot=boot,
+            pid=os.getpid(),
+            namespace=namespace,
+            started_ms=now,
+            ticks=began(os.getpid()) or 0,
+            beat_ms=now,
+            session=session,
+            references=tuple(references),
+            manifest=manifest,
+            replaces=replaces,
+        )
         self._over = threading.Event()
         self._version = pool.put(self._key, self._note.encode()).version
         thread = threading.Thread(target=self._beat, name="hpstore-beat", daemon=True)
@@ -181,8 +191,9 @@ class Heartbeat:
                 if self._is_gone():
                     return
             except (HpstoreError, OSError) as error:
-                _log.warning("the note of the save of step %d was not renewed: %s",
-                             self._note.step, error)  # fmt: skip
+                _log.warning(
+                    "the note of the save of step %d was not renewed: %s", self._note.step, error
+                )
 
     def _is_gone(self) -> bool:
         """Whether the note was removed; a renewal that failed and became visible is no removal."""
@@ -223,9 +234,13 @@ def take_fence(pool: Pool, prefix: str, session: str) -> None:
     """Become the session that saves under `prefix`; an older one fails at its next commit."""
     host, boot, _ = here()
     body = {
-        "format": FORMAT, "session": session, "host": host, "boot": boot, "pid": os.getpid(),
+        "format": FORMAT,
+        "session": session,
+        "host": host,
+        "boot": boot,
+        "pid": os.getpid(),
         "since_ms": time.time_ns() // 1_000_000,
-    }  # fmt: skip
+    }
     pool.put(fence_key(prefix), seal(dict(body)))
 
 

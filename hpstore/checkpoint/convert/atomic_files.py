@@ -32,8 +32,10 @@ def check_target(
         names = sorted(entry.name for entry in target.iterdir())
         foreign = [name for name in names if not ours(name)]
         if foreign:
-            raise ConfigError(f"{target} holds other files ({', '.join(foreign[:4])}); export into "
-                              "a directory of its own. Nothing was written")  # fmt: skip
+            raise ConfigError(
+                f"{target} holds other files ({', '.join(foreign[:4])}); export into "
+                "a directory of its own. Nothing was written"
+            )
         if not names:
             return
     if not force:

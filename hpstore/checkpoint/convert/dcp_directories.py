@@ -100,9 +100,7 @@ def write_dcp(
     writer = _InParts(folder, single_file_per_rank=True, thread_count=1)
     try:
         with _without_the_warning():
-            metadata = save(
-                dict(state), storage_writer=writer, planner=planner, no_dist=True
-            )  # fmt: skip
+            metadata = save(dict(state), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as wrapped:  # a BaseException: what went wrong is inside
         raise _cause(wrapped) from wrapped
     planner.require_all(planner.plan)
@@ -129,10 +127,11 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> dict[str, Any]:
     try:
         reader.read_metadata()  # torch logs tracebacks when it finds it broken later
         _load_state_dict(
-            state, storage_reader=reader,
+            state,
+            storage_reader=reader,
             planner=_EmptyStateDictLoadPlanner(),  # type: ignore[no-untyped-call]
             no_dist=True,
-        )  # fmt: skip
+        )
     except (Exception, CheckpointException) as error:
         cause = _cause(error) if isinstance(error, CheckpointException) else error
         first = str(cause).strip().split("\n")[0]

@@ -33,8 +33,13 @@ from hpstore.pool.pool import Pool
 from hpstore.units import GIB, parse_bytes
 
 FORMATS = ("safetensors", "torch", "dcp")
-_SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch",
-             ".ckpt": "torch"}  # fmt: skip
+_SUFFIXES = {
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "torch",
+}
 SHARD_BYTES = 5 * GIB  # as Hugging Face cuts by default
 
 
@@ -126,9 +131,15 @@ def export_checkpoint(
     stream = TensorStream(pool, manifest, _order(kind, chosen, shard_bytes, path), progress)
     files = _write(kind, path, chosen, stream, force, shard_bytes)
     return ExportReport(
-        step=step, format=kind, path=str(path), files=tuple(files), tensors=len(chosen.names),
-        bytes=stream.total_bytes, left_out=chosen.left_out, seconds=time.perf_counter() - began,
-    )  # fmt: skip
+        step=step,
+        format=kind,
+        path=str(path),
+        files=tuple(files),
+        tensors=len(chosen.names),
+        bytes=stream.total_bytes,
+        left_out=chosen.left_out,
+        seconds=time.perf_counter() - began,
+    )
 
 
 def _write(
@@ -182,8 +193,9 @@ def _choose(
         strip = only_branch(tree) if strip is None else strip
     if strip:
         tree = stripped(tree, strip)
-    return _Chosen(manifest=manifest, tree=tree, prefix=(strip or "").strip("/"),
-                   left_out=tuple(sorted(left)))  # fmt: skip
+    return _Chosen(
+        manifest=manifest, tree=tree, prefix=(strip or "").strip("/"), left_out=tuple(sorted(left))
+    )
 
 
 def _tensors_only(tree: Any) -> Any:

@@ -102,9 +102,12 @@ def import_checkpoint(
 
 
 def _saved(
-    ckpt: Checkpointer, step: int, state: dict[str, Any], overwrite: bool,
+    ckpt: Checkpointer,
+    step: int,
+    state: dict[str, Any],
+    overwrite: bool,
     progress: ByteProgress | None,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Save what was read; how many tensors it has, and their bytes."""
     tensors = list(tensors_in(state))
     if RNG_KEY in state:
@@ -119,9 +122,7 @@ def _saved(
     return len(tensors), total
 
 
-def _require_free(
-    pool: Pool, prefix: str, step: int, *, overwrite: bool, take_over: bool
-) -> None:  # fmt: skip
+def _require_free(pool: Pool, prefix: str, step: int, *, overwrite: bool, take_over: bool) -> None:
     """Raise VersionConflict when the step exists, CheckpointError when a training saves there."""
     if checked_step(step) in StepCatalog(pool, prefix).all() and not overwrite:
         raise VersionConflict(f"step {step} under {prefix!r} exists; --overwrite replaces it")

@@ -20,13 +20,25 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.units import MIB, round_up
 
 DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
-    "U32": torch.uint32, "F32": torch.float32, "F64": torch.float64, "I64": torch.int64,
-    "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}  # fmt: skip
+}
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 * MIB  # as the library has it
@@ -87,8 +99,11 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes
     for entry in entries:
         if entry.name == "__metadata__":
             raise CheckpointError("a safetensors file cannot hold a tensor called '__metadata__'")
-        body[entry.name] = {"dtype": NAMES[entry.dtype], "shape": list(entry.shape),
-                            "data_offsets": [at, at + entry.nbytes]}  # fmt: skip
+        body[entry.name] = {
+            "dtype": NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
         at += entry.nbytes
     text = json.dumps(body, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(round_up(len(text), 8))

@@ -99,7 +99,7 @@ def make_manifest(metadata: Metadata, results: Sequence[WriteResult], *, session
             entry.properties.dtype = dtype_named(stored.item.dtype)
     metadata.storage_data = {
         result.index: item for result, item in zip(results, items, strict=True)
-    }  # fmt: skip
+    }
     names = [
         [name, "t" if isinstance(entry, TensorStorageMetadata) else "b"]
         for name, entry in metadata.state_dict_metadata.items()

@@ -67,16 +67,14 @@ def _rebuilt(buffer: torch.Tensor, content: Any, places: list[Any]) -> StagedSta
 
 def _view(
     buffer: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     count = torch.Size(shape).numel() * dtype.itemsize
     if not count:
         return torch.empty(shape, dtype=dtype)
     return buffer[offset : offset + count].view(dtype).view(shape)
 
 
-def _mapped(
-    value: Any, make: Callable[[Any], Any], kind: type = torch.Tensor
-) -> Any:  # fmt: skip
+def _mapped(value: Any, make: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
     """A state with its tensors (of DTensors the local part) replaced; containers are new."""
     if kind is torch.Tensor and hasattr(value, "to_local"):
         return _Sharded(make(value.to_local()), value)
@@ -106,9 +104,13 @@ class _Sharded:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape,
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
             stride=self.stride,
-        )  # fmt: skip
+        )
 
 
 class Stager(AsyncStager):

@@ -85,7 +85,7 @@ class StorageWriter(TorchStorageWriter):
 
     def __init__(
         self, pool: Pool | str | os.PathLike[str], path: str, *, overwrite: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._pool = pool if isinstance(pool, Pool) else hpstore.open(pool)
         self.path, self.overwrite = check_key(str(path)), overwrite
         self.save_id = secrets.token_hex(8)
@@ -106,9 +106,11 @@ class StorageWriter(TorchStorageWriter):
                 "there. Use AsyncCheckpointerType.THREAD."
             )
         return {
-            "pool": self._pool, "path": self.path, "overwrite": self.overwrite,
+            "pool": self._pool,
+            "path": self.path,
+            "overwrite": self.overwrite,
             "save_id": self.save_id,
-        }  # fmt: skip
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._pool, self.path = state["pool"], state["path"]
@@ -182,9 +184,12 @@ class StorageWriter(TorchStorageWriter):
         version = before[0] if before is not None else None
         try:
             self._pool.put(
-                key, manifest.encode(), if_absent=before is None, if_version=version,
+                key,
+                manifest.encode(),
+                if_absent=before is None,
+                if_version=version,
                 progress=lambda _: self._require_noted(manifest),
-            )  # fmt: skip
+            )
         except VersionConflict:
             self._require_noted(manifest)  # then that is why
             raise
@@ -229,9 +234,15 @@ class StorageWriter(TorchStorageWriter):
         for item, blob in zip(items, blobs, strict=True):
             shape = (len(blob),)
             placed.append(
-                Item(name=item.index.fqn, dtype="uint8", shape=shape, box=whole(shape), offset=at,
-                     length=len(blob))
-            )  # fmt: skip
+                Item(
+                    name=item.index.fqn,
+                    dtype="uint8",
+                    shape=shape,
+                    box=whole(shape),
+                    offset=at,
+                    length=len(blob),
+                )
+            )
             at += len(blob)
         memory = np.frombuffer(b"".join(blobs) or b"\0", np.uint8)
         return self._put(memory, placed, [item.index for item in items], 9999, own)
@@ -272,9 +283,16 @@ class StorageWriter(TorchStorageWriter):
         self._end_attempt()
         key = f"{self.path}/attempts/{self._nonce}"
         beating = Heartbeat(
-            self._pool, self.path, 0, self._nonce, "", (), key=key,
-            manifest=self._manifest_key(), replaces=True,
-        )  # fmt: skip
+            self._pool,
+            self.path,
+            0,
+            self._nonce,
+            "",
+            (),
+            key=key,
+            manifest=self._manifest_key(),
+            replaces=True,
+        )
         self._heartbeat = beating
         weakref.finalize(self, beating.fade)
 
@@ -317,9 +335,10 @@ class StorageWriter(TorchStorageWriter):
             )
             return
         living = {
-            key.rpartition("/")[2] for key in keys
+            key.rpartition("/")[2]
+            for key in keys
             if key.startswith((f"{self.path}/attempts/", f"{self.path}/condemned/"))
-        }  # fmt: skip
+        }
         old = before.segment_keys if before is not None else set()
         for key in keys:
             is_segment = key.startswith(f"{self.path}/segment-") and key not in named

@@ -192,11 +192,16 @@ def _first_items(rows: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
     """Items of format 1: rows, whole tensors, one segment."""
     return tuple(
         Item(
-            name=str(name), dtype=str(dtype), shape=tuple(shape), box=whole(shape),
-            offset=int(offset), length=int(length), digest=str(digest),
+            name=str(name),
+            dtype=str(dtype),
+            shape=tuple(shape),
+            box=whole(shape),
+            offset=int(offset),
+            length=int(length),
+            digest=str(digest),
         )
         for name, dtype, shape, offset, length, digest in rows
-    )  # fmt: skip
+    )
 
 
 def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -> tuple[Item, ...]:
@@ -204,8 +209,15 @@ def _checked_items(items: tuple[Item, ...], segments: Sequence[Sequence[Any]]) -
     shape says: what is read of it would not be what it is called."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for item in items:
-        numbers = (*item.shape, *item.box.offsets, *item.box.sizes, item.segment, item.offset,
-                   item.length, *item.frames)  # fmt: skip
+        numbers = (
+            *item.shape,
+            *item.box.offsets,
+            *item.box.sizes,
+            item.segment,
+            item.offset,
+            item.length,
+            *item.frames,
+        )
         if any(type(n) is not int or n < 0 for n in numbers) or not all(
             type(text) is str for text in (item.name, item.dtype, item.digest, item.codec)
         ):

@@ -40,10 +40,8 @@ class Box:
         low = tuple(map(max, self.offsets, other.offsets))
         high = tuple(
             min(a + n, b + m)
-            for a, n, b, m in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-            )
-        )  # fmt: skip
+            for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
         sizes = tuple(b - a for a, b in zip(low, high, strict=True))
         return Box(offsets=low, sizes=sizes) if all(n > 0 for n in sizes) else None
 
@@ -124,9 +122,7 @@ class ItemColumns:
             if item.codec:
                 self.frames[str(n)] = (item.codec, item.frames)
 
-    def extend(
-        self, other: ItemColumns, segments: Sequence[int], shifts: Sequence[int]
-    ) -> None:  # fmt: skip
+    def extend(self, other: ItemColumns, segments: Sequence[int], shifts: Sequence[int]) -> None:
         """Append another's items; `segments`: what its segments are called here, `shifts`: how
         much later their bytes begin."""
         first = len(self.names)
@@ -157,9 +153,15 @@ class ItemColumns:
     def items(self) -> tuple[Item, ...]:
         """The items."""
         rows = zip(
-            self.names, self.dtypes, self.shapes, self.segments, self.offsets, self.lengths,
-            self.digests, strict=True,
-        )  # fmt: skip
+            self.names,
+            self.dtypes,
+            self.shapes,
+            self.segments,
+            self.offsets,
+            self.lengths,
+            self.digests,
+            strict=True,
+        )
         found = []
         for n, (name, dtype, shape, segment, offset, length, digest) in enumerate(rows):
             codec, frames = self.frames.get(str(n), ("", ()))

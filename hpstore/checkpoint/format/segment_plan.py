@@ -95,7 +95,7 @@ def assign(held: Sequence[Sequence[Held]]) -> list[list[int]]:
 
 def assign_within(
     held: Sequence[Sequence[Held]], within_bytes: int, slice_bytes: int
-) -> list[list[int]] | None:  # fmt: skip
+) -> list[list[int]] | None:
     """As assign(), where the manifest holds the bytes of all; None when they are too many.
 
     Each box is written by its first holder: what rank 0 holds, who puts the manifest, need not be
@@ -160,9 +160,14 @@ def _slice(chunks: list[Chunk]) -> Slice:
         chunk, length = chunks[n], chunks[n].nbytes
         tensor = chunk.tensor
         same = (
-            tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(),
-            tensor.is_conj(), tensor.is_neg(),
-        )  # fmt: skip
+            tensor.device,
+            tensor.data_ptr(),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         offset = places.get(same) if length else at
         if offset is None:
             offset = round_up(

@@ -74,9 +74,7 @@ class Ranks:
         padded = torch.zeros(longest, dtype=torch.uint8)
         padded[: len(mine)] = _tensor(mine)
         found = self._all_gather(padded, channel)
-        return [
-            row[: int(size)].numpy().tobytes() for row, size in zip(found, sizes, strict=True)
-        ]  # fmt: skip
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
 
     def numbers(
         self, mine: tuple[int, ...], channel: RankChannel, *, within_seconds: float | None = None
@@ -179,6 +177,8 @@ class Roll:
 
 
 def _tensor(message: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(
-        0, dtype=torch.uint8
-    )  # fmt: skip
+    return (
+        torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        if message
+        else torch.empty(0, dtype=torch.uint8)
+    )

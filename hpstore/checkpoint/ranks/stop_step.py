@@ -72,7 +72,7 @@ class Preemption(Closing):
 
     def __init__(
         self, ranks: Ranks, seconds: float, *, alone: bool = False, required: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ranks, self._seconds = ranks, seconds
         self._notice = Notice()
         self._changed = threading.Condition()  # guards the four below
@@ -163,7 +163,7 @@ class Preemption(Closing):
             "SIGTERM has come to %s: the job saves and stops after %s step",
             "this process" if self._notice.told else "another rank",
             "this" if self._ranks.world == 1 else "an agreed",
-        )  # fmt: skip
+        )
         if self._ranks.world > 1:
             self._agree(began + self._seconds)
         self._end_in_time()
@@ -179,8 +179,9 @@ class Preemption(Closing):
         if after is None and not self._closed:
             _log.error(
                 "the ranks did not agree on a step to stop at%s: nothing is saved now. The newest "
-                "committed step is still current", f" ({problem})" if problem else "",
-            )  # fmt: skip
+                "committed step is still current",
+                f" ({problem})" if problem else "",
+            )
         with self._changed:
             self._after, self._deciding = after, False
             self._changed.notify_all()
@@ -200,7 +201,7 @@ class Preemption(Closing):
                     "the trainer did not come to the agreed step within %.0f s of SIGTERM: the "
                     "process ends without a save. The newest committed step is still current",
                     self._seconds,
-                )  # fmt: skip
+                )
                 self._notice.expired = True
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

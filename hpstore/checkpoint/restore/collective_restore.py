@@ -78,8 +78,10 @@ def _warn_of_parts(report: RestoreReport) -> None:
         _log.warning(
             "step %d was restored, but %d tensors that it lacks, such as %r, may hold parts of a "
             "damaged later step: last_restore.half_written lists them. Build them anew.",
-            report.step, len(names), names[0],
-        )  # fmt: skip
+            report.step,
+            len(names),
+            names[0],
+        )
 
 
 def _agreed_steps(ranks: Ranks, steps: StepCatalog) -> list[int]:

@@ -128,9 +128,11 @@ def restore_state(
     began = time.perf_counter()
     filling = _Filling(pool, manifest, state, how.rank)
     decoding = Decoding(
-        tensor=filling.tensor, rank=how.rank, allow_pickle=how.allow_pickle,
+        tensor=filling.tensor,
+        rank=how.rank,
+        allow_pickle=how.allow_pickle,
         classes=Classes(lambda: classes_in(state), strict=how.strict),
-    )  # fmt: skip
+    )
     loaded: dict[str, Any] = decode_tree(tree, decoding)
     if not isinstance(loaded, dict):
         raise IntegrityError(f"what step {manifest.step} recorded is no state")

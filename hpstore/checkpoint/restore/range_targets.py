@@ -60,9 +60,13 @@ class GatherTarget:
     """Into a buffer, and from there, strided, cast or over a bus, into a tensor."""
 
     def __init__(
-        self, target: torch.Tensor, dtype: torch.dtype, strides: Sequence[int], length: int,
+        self,
+        target: torch.Tensor,
+        dtype: torch.dtype,
+        strides: Sequence[int],
+        length: int,
         digest: tuple[ItemDigest, int, int] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._target, self._dtype, self._strides = target, dtype, strides
         self._length, self._digest = length, digest
         self._buffer: Bytes | None = None

@@ -60,18 +60,28 @@ def _stored_read(
 ) -> RangeRead:
     """The read that gives raw bytes [low, high) of an item."""
     if not item.codec:
-        return RangeRead(segment=item.segment, start=item.offset + low, end=item.offset + high,
-                    landing=landing, item=item, hashed=hashed)  # fmt: skip
+        return RangeRead(
+            segment=item.segment,
+            start=item.offset + low,
+            end=item.offset + high,
+            landing=landing,
+            item=item,
+            hashed=hashed,
+        )
     first, last = low // FRAME_BYTES, -(-high // FRAME_BYTES)
     total = raw_bytes(item)
     raw = [min(FRAME_BYTES, total - n * FRAME_BYTES) for n in range(first, last)]
     start = item.offset + sum(item.frames[:first])
     lengths = item.frames[first:last]
-    framed = FramedTarget(
-        item.codec, lengths, raw, low - first * FRAME_BYTES, landing, high - low
-    )  # fmt: skip
-    return RangeRead(segment=item.segment, start=start, end=start + sum(lengths), landing=framed,
-                item=item, hashed=hashed)  # fmt: skip
+    framed = FramedTarget(item.codec, lengths, raw, low - first * FRAME_BYTES, landing, high - low)
+    return RangeRead(
+        segment=item.segment,
+        start=start,
+        end=start + sum(lengths),
+        landing=framed,
+        item=item,
+        hashed=hashed,
+    )
 
 
 def _row_major(sizes: Sequence[int]) -> list[int]:
@@ -126,7 +136,7 @@ def _reads_of(wanted: Chunk, item: Item, common: Box) -> list[RangeRead]:
 
 def _plain_read(
     target: torch.Tensor, item: Item, low: int, high: int, digest: ItemDigest | None
-) -> RangeRead:  # fmt: skip
+) -> RangeRead:
     """The read of raw bytes [low, high) straight into a tensor that lies as they do."""
     # not reshape(-1): that keeps the stride of a single element, which has any
     flat = target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8).numpy()
@@ -144,9 +154,12 @@ def _plain(target: torch.Tensor, dtype: str) -> bool:
 
 
 def _gathered(
-    target: torch.Tensor, item: Item, span: tuple[int, int], strides: list[int],
+    target: torch.Tensor,
+    item: Item,
+    span: tuple[int, int],
+    strides: list[int],
     digest: ItemDigest | None,
-) -> list[RangeRead]:  # fmt: skip
+) -> list[RangeRead]:
     """Row batches: neighbouring rows as one range, far ones each for itself."""
     dtype = dtype_named(item.dtype)
     width, total = dtype.itemsize, raw_bytes(item)
@@ -290,8 +303,9 @@ def _from_memory(segment: Segment, memory: Bytes, parts: Sequence[SegmentReads])
         with WorkerThreads(len(parts), "hpstore-restore") as threads:
             list(threads.map(_give, parts, itertools.repeat(memory)))  # one hashes, another copies
     except IntegrityError as error:
-        _log.warning("segment %s is read from the pool, memory does not serve: %s",
-                     segment.key, error)  # fmt: skip
+        _log.warning(
+            "segment %s is read from the pool, memory does not serve: %s", segment.key, error
+        )
         return False
     return True
 

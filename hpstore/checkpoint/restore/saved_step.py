@@ -89,9 +89,7 @@ class SavedTensor:
         return f"<saved {self.name} {self.dtype} {tuple(self.shape)}>"
 
 
-def _box_of(
-    index: object, shape: Sequence[int]
-) -> tuple[list[tuple[int, int]], list[int | slice]]:  # fmt: skip
+def _box_of(index: object, shape: Sequence[int]) -> tuple[list[tuple[int, int]], list[int | slice]]:
     """(start, count) by axis of what an index spans, and the index that is left to apply to it."""
     parts = list(index) if isinstance(index, tuple) else [index]
     if parts.count(Ellipsis) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):

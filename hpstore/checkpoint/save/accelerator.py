@@ -105,9 +105,7 @@ class CudaStaging:
         return _CudaArrival(events)
 
 
-def cut(
-    target: torch.Tensor, source: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:  # fmt: skip
+def cut(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Pieces of at most COPY_BYTES of a contiguous copy; others stay whole."""
     count = max(1, COPY_BYTES // source.element_size())
     if source.numel() <= count or not (source.is_contiguous() and target.is_contiguous()):

@@ -29,9 +29,13 @@ class AfterCommits:
     """
 
     def __init__(
-        self, steps: StepCatalog, retention: Retention, session: str, counters: dict[str, int],
+        self,
+        steps: StepCatalog,
+        retention: Retention,
+        session: str,
+        counters: dict[str, int],
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._steps, self._retention, self._counters = steps, retention, counters
         self._session, self._clock = session, clock
         self._newest: SaveReport | None = None  # of those that were not seen to yet
@@ -89,6 +93,9 @@ class AfterCommits:
             _log.warning(
                 "older steps under %r are kept: step %d, or what it refers to, survives fewer "
                 "than %d lost devices. Bring devices back, or rebuild the pool; until then saves "
-                "take up space.", steps.prefix, report.step, steps.pool.parity,
-            )  # fmt: skip
+                "take up space.",
+                steps.prefix,
+                report.step,
+                steps.pool.parity,
+            )
         self._counters["retentions_postponed_total"] += 1

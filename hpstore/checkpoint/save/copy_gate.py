@@ -56,8 +56,9 @@ class CopyGate:
             if self.overdue_total == 1:
                 _log.warning(
                     "a trainer has computed for %.0f s without a pause: copies of its save do not "
-                    "wait for one any longer", PATIENCE_SECONDS,
-                )  # fmt: skip
+                    "wait for one any longer",
+                    PATIENCE_SECONDS,
+                )
         self._began = time.perf_counter()
 
     def _wait(self) -> bool:

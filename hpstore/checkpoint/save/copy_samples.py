@@ -51,8 +51,11 @@ class Samples:
             if torch.equal(before, torch.cat(copied)):
                 continue
             parts = torch.split(before, [len(part) for part in copied])
-            return next(n for n, was, now in zip(numbers, parts, copied, strict=True)
-                        if not torch.equal(was, now))  # fmt: skip
+            return next(
+                n
+                for n, was, now in zip(numbers, parts, copied, strict=True)
+                if not torch.equal(was, now)
+            )
         return None
 
 
@@ -76,10 +79,13 @@ def sampled_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def _fits(tensor: torch.Tensor) -> bool:
     return (
-        tensor.element_size() in _WORDS and tensor.numel() > 0
-        and tensor.layout is torch.strided and not tensor.is_meta
-        and not tensor.is_conj() and not tensor.is_neg()
-    )  # fmt: skip
+        tensor.element_size() in _WORDS
+        and tensor.numel() > 0
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def _points(tensor: torch.Tensor) -> torch.Tensor:

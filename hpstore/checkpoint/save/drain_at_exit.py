@@ -44,8 +44,10 @@ class Draining:
         """Wait for the save under way, within the limit. Raises nothing."""
         owner = self._owner()
         if owner is not None and not owner.wait_at_most(self._seconds):
-            _log.warning("the save under way is given up after %.0f s; the step before it is "
-                         "still current", self._seconds)  # fmt: skip
+            _log.warning(
+                "the save under way is given up after %.0f s; the step before it is still current",
+                self._seconds,
+            )
 
     def forget(self) -> None:
         """The checkpointer is closed."""

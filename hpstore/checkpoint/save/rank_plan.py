@@ -71,7 +71,7 @@ class Planner:
 
     def __init__(
         self, ranks: Ranks, memory_bytes: int | None, *, rng: bool, allow_pickle: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ranks, self._rng, self._allow_pickle = ranks, rng, allow_pickle
         host = os.uname().nodename.encode()
         beside = ranks.all_gather(host, RankChannel.TRAINER).count(host)
@@ -99,9 +99,11 @@ class Planner:
                 slices = self._layout.applied(found.tensors)
                 if slices is not None:
                     return Prepared(
-                        tree=tree, slices=slices, names=tuple(found.tensors),
+                        tree=tree,
+                        slices=slices,
+                        names=tuple(found.tensors),
                         within=fits_within(slices, self.within_bytes),
-                    )  # fmt: skip
+                    )
             for name, tensor in found.tensors.items():
                 chunks += chunks_of(name, tensor)
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
@@ -120,14 +122,20 @@ class Planner:
         alone = self._ranks.world == 1
         within = fits_within(slices, self.within_bytes) if alone else self._together
         return Prepared(
-            tree=tree, slices=slices, names=tuple(found.tensors), within=within,
+            tree=tree,
+            slices=slices,
+            names=tuple(found.tensors),
+            within=within,
             differing=differing,
-        )  # fmt: skip
+        )
 
     def _agree(
-        self, step: int, chunks: Sequence[Chunk], values: Mapping[str, str],
+        self,
+        step: int,
+        chunks: Sequence[Chunk],
+        values: Mapping[str, str],
         error: Exception | None,
-    ) -> tuple[str, ...]:  # fmt: skip
+    ) -> tuple[str, ...]:
         """Decide who writes what; sets _mine. Everybody computes the same from the same lists.
 
         `values`: digests by name; names of those that differ between ranks are returned.
@@ -170,14 +178,16 @@ class Planner:
 def _of_no_model(state: State, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that no model or optimizer keeps alike on all ranks."""
     kept = tuple(
-        f"{name}/" for name, value in state.items()
+        f"{name}/"
+        for name, value in state.items()
         if next(objects_in(value, torch.nn.Module), None) is not None
         or next(objects_in(value, Optimizer), None) is not None
-    )  # fmt: skip
+    )
     return {
-        name: tensor for name, tensor in tensors.items()
+        name: tensor
+        for name, tensor in tensors.items()
         if not name.startswith(kept) and not name.startswith(f"{RNG_KEY}@")
-    }  # fmt: skip
+    }
 
 
 def differing_of(values: Sequence[Mapping[str, str]]) -> tuple[str, ...]:

@@ -77,7 +77,7 @@ class SaveJob:
 
     def __init__(
         self, steps: StepCatalog, ranks: Ranks, options: JobOptions, earlier: Earlier
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._steps, self._ranks, self._options = steps, ranks, options
         self._pool, self._prefix = steps.pool, steps.prefix
         self._earlier, self._known = earlier.step, {} if options.within else earlier.known
@@ -120,9 +120,7 @@ class SaveJob:
                 raise
         told = json.loads(self._ranks.broadcast(message, RankChannel.SAVER))
         if "error" in told:
-            raise self._placed(
-                CheckpointError(f"rank 0 could not begin the save: {told['error']}")
-            )  # fmt: skip
+            raise self._placed(CheckpointError(f"rank 0 could not begin the save: {told['error']}"))
         self._nonce = str(told["nonce"])
         gone = set(told["gone"])
         self._known = {n: k for n, k in self._known.items() if k.segment.key not in gone}
@@ -135,11 +133,15 @@ class SaveJob:
         if self._options.within:
             return {"nonce": secrets.token_hex(8), "gone": []}
         self._heartbeat = Heartbeat(
-            self._pool, self._prefix, self._options.step, secrets.token_hex(8),
-            self._options.session, references,
+            self._pool,
+            self._prefix,
+            self._options.step,
+            secrets.token_hex(8),
+            self._options.session,
+            references,
             manifest=manifest_key(self._prefix, self._options.step),
             replaces=self._options.overwrite,
-        )  # fmt: skip
+        )
         there = self._referable(references)
         gone = [key for key in references if key not in there]
         return {"nonce": self._heartbeat.nonce, "gone": gone}
@@ -193,9 +195,7 @@ class SaveJob:
             if self._options.progress is not None:
                 self._options.progress(packed.size)
         elif packed.items:
-            key = segment_key(
-                self._prefix, self._options.step, self._nonce, self._ranks.rank, part
-            )  # fmt: skip
+            key = segment_key(self._prefix, self._options.step, self._nonce, self._ranks.rank, part)
             data = memory[: packed.size]
             self._own.append(key)
             with WorkerThreads(1, "hpstore-hash") as hashing:
@@ -248,8 +248,9 @@ class SaveJob:
         """The same error, saying what became of the step and which one is good."""
         step, good = self._options.step, self._steps.standing()
         fate = "may be committed or not" if self._maybe_visible else "is not committed"
-        return type(error)(f"step {step} {fate}, {good}: {error}", device=error.device,
-                           key=error.key)  # fmt: skip
+        return type(error)(
+            f"step {step} {fate}, {good}: {error}", device=error.device, key=error.key
+        )
 
     def _commit(self) -> SaveReport:
         if self._error is None:
@@ -312,9 +313,7 @@ class SaveJob:
             if not segment.key:
                 continue
             info = put if segment == last else None
-            tolerated = require_safe(
-                self._pool, segment.key, version=segment.version, info=info
-            )  # fmt: skip
+            tolerated = require_safe(self._pool, segment.key, version=segment.version, info=info)
             self._written.tolerated = min(self._written.tolerated, tolerated)
 
     def _publish(self, written: Sequence[RankVote]) -> SaveReport:
@@ -331,10 +330,13 @@ class SaveJob:
         self._maybe_visible = True
         try:
             info = self._pool.put(
-                key, data, if_absent=before is None, if_version=before,
+                key,
+                data,
+                if_absent=before is None,
+                if_version=before,
                 min_losses_tolerated=self._options.min_losses_tolerated,
                 progress=lambda _: self._require_mine(),
-            )  # fmt: skip
+            )
         except VersionConflict as error:
             self._maybe_visible = error.maybe_visible  # else superseded, if ever it was seen
             if error.key == fence_key(self._prefix):

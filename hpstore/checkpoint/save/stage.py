@@ -70,8 +70,9 @@ class SaveStage:
             _log.warning(
                 "the state of %d bytes is larger than the memory for staging: it is staged in %d "
                 "slices, and the trainer waits for all but the last to be written",
-                prepared.total_bytes, len(prepared.slices),
-            )  # fmt: skip
+                prepared.total_bytes,
+                len(prepared.slices),
+            )
         for part, piece in enumerate(prepared.slices[:-1]):
             self._stage(piece, frozenset())
             write_part(part)

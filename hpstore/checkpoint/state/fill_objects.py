@@ -148,9 +148,7 @@ def check_fields(path: str, target: tuple[Any, ...], value: Tree) -> None:
         )
 
 
-def check_leaf(
-    path: str, target: torch.Tensor | np.ndarray[Any, Any], value: Tree
-) -> None:  # fmt: skip
+def check_leaf(path: str, target: torch.Tensor | np.ndarray[Any, Any], value: Tree) -> None:
     """Raise CheckpointMismatch unless a loaded value can be put into a tensor or array."""
     kind = torch.Tensor if isinstance(target, torch.Tensor) else np.ndarray
     if isinstance(target, torch.Tensor):

@@ -33,7 +33,7 @@ def load_module(path: str, model: torch.nn.Module, loaded: Values, *, strict: bo
     try:
         set_model_state_dict(
             unwrapped(model), dict(loaded), options=StateDictOptions(strict=strict)
-        )  # fmt: skip
+        )
     except RuntimeError as error:
         raise CheckpointMismatch(
             f"model {path!r}: {error}. Other parts of the state may be filled already."
@@ -64,10 +64,11 @@ def free_sizes(model: torch.nn.Module, names: Values) -> set[str]:
     model = unwrapped(model)
     own = tuple(_own_prefixes(model))
     return {
-        name for name in names
+        name
+        for name in names
         if name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
-        or any(name.startswith(prefix) and "." not in name[len(prefix):] for prefix in own)
-    }  # fmt: skip
+        or any(name.startswith(prefix) and "." not in name[len(prefix) :] for prefix in own)
+    }
 
 
 def _own_prefixes(model: torch.nn.Module) -> Iterator[str]:

@@ -103,9 +103,7 @@ def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple
         yield from zip(saved["params"], group["params"], strict=True)
 
 
-def saved_optimizer(
-    optimizer: Optimizer, names: Parameters | None, path: str
-) -> dict[str, Any]:  # fmt: skip
+def saved_optimizer(optimizer: Optimizer, names: Parameters | None, path: str) -> dict[str, Any]:
     """Its state_dict(), with names for numbers when the model is known."""
     _require_names(optimizer, names, path)
     optimizer = local_part(optimizer)
@@ -123,7 +121,7 @@ def saved_optimizer(
 
 def optimizer_tensors(
     optimizer: Optimizer, names: Parameters, path: str
-) -> dict[str, torch.Tensor]:  # fmt: skip
+) -> dict[str, torch.Tensor]:
     """Moments that are there already and can be read into, by path."""
     optimizer = local_part(optimizer)
     if owns_its_format(optimizer):
@@ -178,8 +176,9 @@ def load_optimizer(
         numbers = {names[p]: number for number, p in _numbered(optimizer, packed)}
         by_name, others = loaded["state"], _recorded(loaded) - numbers.keys()
         # what belongs to no parameter is handed on as it is
-        state = {numbers.get(key, key): slots for key, slots in by_name.items()
-                 if key not in others}  # fmt: skip
+        state = {
+            numbers.get(key, key): slots for key, slots in by_name.items() if key not in others
+        }
         matched = _matched(path, optimizer, names, loaded["param_groups"], strict=strict)
         groups = [
             {**mine, **saved, "params": mine["params"]}
@@ -194,9 +193,11 @@ def load_optimizer(
 
 
 def _load(
-    optimizer: Optimizer, packed: dict[str, Any], called: Mapping[torch.Tensor, Any],
+    optimizer: Optimizer,
+    packed: dict[str, Any],
+    called: Mapping[torch.Tensor, Any],
     saved: Mapping[Any, Any],
-) -> None:  # fmt: skip
+) -> None:
     """load_state_dict(); where that is torch's own, dtypes are kept before any other post-hook."""
     if owns_its_format(optimizer):
         optimizer.load_state_dict(packed)
@@ -211,9 +212,13 @@ def _load(
 
 
 def _matched(
-    path: str, optimizer: Optimizer, names: Parameters, recorded: list[Mapping[str, Any]], *,
+    path: str,
+    optimizer: Optimizer,
+    names: Parameters,
+    recorded: list[Mapping[str, Any]],
+    *,
     strict: bool,
-) -> list[Mapping[str, Any]]:  # fmt: skip
+) -> list[Mapping[str, Any]]:
     """The recorded options of each parameter group, found by its parameters' names; {} for none.
 
     Groups without parameters, which have no names, are taken in their order.

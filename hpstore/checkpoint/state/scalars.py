@@ -133,7 +133,7 @@ class Classes:
 
     def __init__(
         self, known: Callable[[], Mapping[str, type]] = dict, *, strict: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._known, self._strict = known, strict
 
     def find(self, name: str, fits: Callable[[type], bool]) -> type | None:

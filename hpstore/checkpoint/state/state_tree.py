@@ -308,10 +308,12 @@ def _encode_mapping(
                 )
         return {k: encode_tree(v, join(path, k), found, depth + 1) for k, v in value.items()}
     rows = [
-        [encode_tree(k, f"{path} (key)", found, depth + 1),
-         encode_tree(v, join(path, k), found, depth + 1)]
+        [
+            encode_tree(k, f"{path} (key)", found, depth + 1),
+            encode_tree(v, join(path, k), found, depth + 1),
+        ]
         for k, v in value.items()
-    ]  # fmt: skip
+    ]
     return {TAG: "dict", "v": rows, **extra}
 
 

@@ -55,8 +55,11 @@ def objects_in(value: Any, kind: type[T]) -> Iterator[T]:
         elif depth < MAX_DEPTH:
             inside = _inside(here)
             if not is_plain(inside):  # millions of numbers are not asked one by one
-                todo += [(child, depth + 1) for child in reversed(list(inside))
-                         if type(child) not in _LEAVES]  # fmt: skip
+                todo += [
+                    (child, depth + 1)
+                    for child in reversed(list(inside))
+                    if type(child) not in _LEAVES
+                ]
 
 
 def _inside(value: Any) -> Collection[Any]:
@@ -223,8 +226,10 @@ class _Finder:
         except Exception:  # noqa: BLE001 (code of the object's owner)
             _log.warning(
                 "%r has no state_dict() before its first load_state_dict(): its tensors are read "
-                "whole by each rank", path, exc_info=True,
-            )  # fmt: skip
+                "whole by each rank",
+                path,
+                exc_info=True,
+            )
             return
         for name, tensor in _tensors_in(path, now):
             if hasattr(tensor, "to_local"):

@@ -86,8 +86,11 @@ def _has_names(node: Json) -> bool:
     if not isinstance(node, dict):
         return False
     kind = node.get(TAG)
-    return _has_names(node["v"]) if kind == "tuple" else kind in (
-        None, "dict", "ranks", "tensor", "ndarray")  # fmt: skip
+    return (
+        _has_names(node["v"])
+        if kind == "tuple"
+        else kind in (None, "dict", "ranks", "tensor", "ndarray")
+    )
 
 
 def _below(path: str, name: object, kind: str | None) -> str:
@@ -157,8 +160,10 @@ def subtree(tree: Json, keys: Sequence[str] | None) -> Json:
         return tree
     absent = [key for key in keys if _pruned(tree, "", [key.strip("/")]) is _MISSING]
     if absent or not keys:
-        raise CheckpointError(f"the checkpoint holds nothing at {absent}; its parts are "
-                              f"{[str(name) for name, _ in children(tree)][:8]}")  # fmt: skip
+        raise CheckpointError(
+            f"the checkpoint holds nothing at {absent}; its parts are "
+            f"{[str(name) for name, _ in children(tree)][:8]}"
+        )
     return _pruned(tree, "", [key.strip("/") for key in keys])
 
 
@@ -200,8 +205,11 @@ def stripped(tree: Json, prefix: str) -> Json:
 
 def only_branch(tree: Json) -> str:
     """The one top name under which all tensors are; "" when there are several."""
-    tops = [(str(name), child) for name, child in children(tree)
-            if any(leaf.item for leaf in leaves(child))]  # fmt: skip
+    tops = [
+        (str(name), child)
+        for name, child in children(tree)
+        if any(leaf.item for leaf in leaves(child))
+    ]
     if len(tops) != 1 or not isinstance(tops[0][1], dict):
         return ""
     return tops[0][0] if tops[0][1].get(TAG) in (None, "dict") else ""
@@ -233,8 +241,10 @@ def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
     if kind == "ranks":
         return next((_plain(child, tensor, path) for child in node["v"].values()), None)
     if kind == "pickle":
-        raise CheckpointError(f"{path!r} is a pickled object, which an export does not hold; "
-                              "choose other parts with keys")  # fmt: skip
+        raise CheckpointError(
+            f"{path!r} is a pickled object, which an export does not hold; "
+            "choose other parts with keys"
+        )
     if kind in SOURCES:
         return node["v"]
     value = decode_tree(node, _SHOWN)

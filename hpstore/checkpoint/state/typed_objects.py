@@ -27,9 +27,23 @@ _log = logging.getLogger(__name__)
 Extra = dict[str, Any]  # what is recorded beside the parts
 _FACTORIES: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple,
-                 Counter, OrderedDict, deque)
-}  # fmt: skip
+    for kind in (
+        bool,
+        bytes,
+        complex,
+        dict,
+        float,
+        frozenset,
+        int,
+        list,
+        set,
+        str,
+        tuple,
+        Counter,
+        OrderedDict,
+        deque,
+    )
+}
 _DEPTH = 64
 _NAMESPACES = {"Namespace": argparse.Namespace, "SimpleNamespace": types.SimpleNamespace}
 
@@ -86,8 +100,10 @@ def _warn_of_factory(path: str, factory: str) -> None:
     """Once for each place, not at every save."""
     _log.warning(
         "%r is a defaultdict of %s, which no checkpoint can hold: restore() keeps the factory of a "
-        "defaultdict in its place, and makes one without a factory elsewhere", path, factory,
-    )  # fmt: skip
+        "defaultdict in its place, and makes one without a factory elsewhere",
+        path,
+        factory,
+    )
 
 
 def object_parts(value: Any, path: str) -> tuple[Extra, dict[str, Any]] | None:
@@ -110,8 +126,9 @@ def _fields_of(value: Any, path: str) -> dict[str, Any]:
             f"{type(value).__mro__[-2].__name__}, too: its fields are not all of it. Nothing was "
             "written."
         )
-    found = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)
-             if hasattr(value, f.name)}  # fmt: skip
+    found = {
+        f.name: getattr(value, f.name) for f in dataclasses.fields(value) if hasattr(value, f.name)
+    }
     for name in getattr(value, "__dict__", {}):
         cached = isinstance(getattr(type(value), name, None), functools.cached_property)
         if name not in found and not cached:
@@ -171,8 +188,11 @@ def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, (list, tuple, deque)) and not isinstance(value, torch.Size):
         return enumerate(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)
-                if hasattr(value, f.name)]  # fmt: skip
+        return [
+            (f.name, getattr(value, f.name))
+            for f in dataclasses.fields(value)
+            if hasattr(value, f.name)
+        ]
     if _NAMESPACES.get(type(value).__name__) is type(value):
         return vars(value).items()
     return None

@@ -37,9 +37,12 @@ class IoOutcome(IntEnum):
 
 
 OPERATIONS = {
-    "read": Operation.READ, "write": Operation.WRITE,
-    "sync": Operation.SYNC, "sync_directory": Operation.SYNC, "register": Operation.SYNC,
-}  # fmt: skip
+    "read": Operation.READ,
+    "write": Operation.WRITE,
+    "sync": Operation.SYNC,
+    "sync_directory": Operation.SYNC,
+    "register": Operation.SYNC,
+}
 """By the names that device wrappers give; every other one is META."""
 
 _Row = tuple[int, int, float, int, float, int, float]
@@ -96,9 +99,15 @@ class IoRecorder:
         self._flights.pop(ticket, None)
 
     def record(
-        self, operation: int, nbytes: float, in_flight: int, seconds: float, outcome: int = 0,
-        count: int = 1, usual: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        operation: int,
+        nbytes: float,
+        in_flight: int,
+        seconds: float,
+        outcome: int = 0,
+        count: int = 1,
+        usual: float = 0.0,
+    ) -> None:
         """Note an I/O that is over: `seconds` of the device call, without queue and codec.
 
         `count` alike of one batch are noted at once: their mean bytes and seconds, and what such
@@ -128,5 +137,12 @@ class IoRecorder:
         flat = itertools.chain.from_iterable(taken)
         table = np.fromiter(flat, np.float64, 7 * len(taken)).reshape(-1, 7)
         operation, outcome, nbytes, in_flight, seconds, count, usual = table.T.copy()
-        return IoRows(operation=operation, outcome=outcome, nbytes=nbytes, in_flight=in_flight,
-                    seconds=seconds, count=count, usual=usual)  # fmt: skip
+        return IoRows(
+            operation=operation,
+            outcome=outcome,
+            nbytes=nbytes,
+            in_flight=in_flight,
+            seconds=seconds,
+            count=count,
+            usual=usual,
+        )

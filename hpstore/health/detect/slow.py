@@ -85,8 +85,21 @@ class SlowConfig:
 class _Track:
     """What is remembered of one device."""
 
-    __slots__ = ("bucket", "checksums", "errors", "few", "outliers", "own", "reason", "recent",
-                 "scale", "seen", "smooth", "suspect", "tripped")  # fmt: skip
+    __slots__ = (
+        "bucket",
+        "checksums",
+        "errors",
+        "few",
+        "outliers",
+        "own",
+        "reason",
+        "recent",
+        "scale",
+        "seen",
+        "smooth",
+        "suspect",
+        "tripped",
+    )
 
     def __init__(self, config: SlowConfig) -> None:
         self.bucket = 0.0
@@ -191,9 +204,10 @@ class SlowDetector:
         if track is None:
             raise ValueError(f"device {device} was in no tick: there is nothing to accept")
         others = [
-            median(t.recent) for d, t in self._tracks.items()
+            median(t.recent)
+            for d, t in self._tracks.items()
             if d != device and t.recent and self._media(d) is self._media(device)
-        ]  # fmt: skip
+        ]
         if others and track.recent and median(others) > 0:
             track.scale *= median(track.recent) / median(others)
         track.own.clear()
@@ -299,9 +313,14 @@ class _Group:
     """Devices that are judged together in one tick: `judged` against `peers`, which hold them."""
 
     def __init__(
-        self, detector: SlowDetector, name: str, media: Media, judged: Sequence[str],
-        peers: Sequence[str], values: Mapping[str, float],
-    ) -> None:  # fmt: skip
+        self,
+        detector: SlowDetector,
+        name: str,
+        media: Media,
+        judged: Sequence[str],
+        peers: Sequence[str],
+        values: Mapping[str, float],
+    ) -> None:
         self.name, self.judged, self.peers, self.values = name, judged, peers, values
         self._config, self._now = detector.config, detector._now
         self._detector, self._tracks = detector, detector._tracks
@@ -353,13 +372,17 @@ class _Group:
         if len(well) < config.group_least:
             well = list(self.peers)
         rough = _Reference(
-            {d: self.values[d] for d in well}, self._base.rough,
-            widths=config.fence_widths, floor=config.fence_floor_ratio,
-        )  # fmt: skip
+            {d: self.values[d] for d in well},
+            self._base.rough,
+            widths=config.fence_widths,
+            floor=config.fence_floor_ratio,
+        )
         quiet = _Reference(
-            {d: smooth[d] for d in well}, self._base.quiet,
-            widths=config.calm_widths, floor=calm * config.fence_floor_ratio,
-        )  # fmt: skip
+            {d: smooth[d] for d in well},
+            self._base.quiet,
+            widths=config.calm_widths,
+            floor=calm * config.fence_floor_ratio,
+        )
         gains = {}
         for device in self.judged:
             value, fence = self.values[device], rough.fence(device)
@@ -414,9 +437,10 @@ class _Group:
         config = self._config
         base = self._base
         risen = (
-            enough and base.ticks >= config.shared_baseline_ticks
+            enough
+            and base.ticks >= config.shared_baseline_ticks
             and middle > config.shared_rise_ratio * base.seconds
-        )  # fmt: skip
+        )
         base.ticks += 1
         weight = -math.expm1(-elapsed_seconds / config.shared_baseline_seconds)
         if base.ticks <= config.shared_baseline_ticks:  # the first ones by their plain mean

@@ -80,8 +80,9 @@ class Tick:
         for device, sample in self.samples.items():
             count = sum(sample.counts.get(op, 0) for op in wanted)
             if count:
-                total = sum(sample.scores[op] * n for op, n in sample.counts.items()
-                            if op in wanted)  # fmt: skip
+                total = sum(
+                    sample.scores[op] * n for op, n in sample.counts.items() if op in wanted
+                )
                 found[device] = self.reference_seconds * total / count
         return found
 
@@ -202,8 +203,9 @@ class Telemetry:
                 io_errors=_ended(rows, IoOutcome.ERROR),
                 checksum_errors=_ended(rows, IoOutcome.CHECKSUM),
             )
-        return Tick(now_seconds=now_seconds, reference_seconds=reference, samples=samples,
-                    signs=signs)  # fmt: skip
+        return Tick(
+            now_seconds=now_seconds, reference_seconds=reference, samples=samples, signs=signs
+        )
 
     def _age(self, devices: Iterable[_Device], now_seconds: float) -> None:
         if self._ticked is None:
@@ -336,9 +338,7 @@ def _expected(devices: list[_Device]) -> FloatArray:
             unknown = ~trusted[..., band] & np.isnan(expected[..., band])
             busier = np.maximum(depth[..., band] / np.maximum(depth[..., other], 1.0), 1.0)
             usable = unknown & trusted[..., other]
-            expected[..., band] = np.where(
-                usable, middle[..., other] * busier, expected[..., band]
-            )  # fmt: skip
+            expected[..., band] = np.where(usable, middle[..., other] * busier, expected[..., band])
     expected = np.where(np.isnan(expected), np.where(knowing > 0, middle, few), expected)
     return np.where(np.isnan(expected) | (expected <= 0), 1.0, expected)
 

@@ -45,7 +45,9 @@ def merged(one: Sample, other: Sample) -> Sample:
     operations = {**one.counts, **other.counts}
     counts = {op: one.counts.get(op, 0) + other.counts.get(op, 0) for op in operations}
     return Sample(
-        ios=ios, nbytes=one.nbytes + other.nbytes, errors=one.errors + other.errors,
+        ios=ios,
+        nbytes=one.nbytes + other.nbytes,
+        errors=one.errors + other.errors,
         dropped=one.dropped + other.dropped,
         seconds_mean=(one.seconds_mean * one.ios + other.seconds_mean * other.ios) / ios,
         counts=counts,
@@ -53,4 +55,4 @@ def merged(one: Sample, other: Sample) -> Sample:
             op: sum(s.scores[op] * s.counts[op] for s in (one, other) if op in s.counts) / count
             for op, count in counts.items()
         },
-    )  # fmt: skip
+    )

@@ -6,9 +6,9 @@ from hpstore.health.forecast.forecaster import FailureForecaster, Forecast, Risk
 from hpstore.health.forecast.train_model import TrainOptions, train
 
 __all__ = [
-    "ForecastEvaluation",
     "FailureForecaster",
     "Forecast",
+    "ForecastEvaluation",
     "ForecastModel",
     "Risk",
     "TrainOptions",

@@ -110,7 +110,8 @@ def outcome(
     drawn = [_draw(peaks, healthy, threshold, far, rng) for _ in range(resamples)]
     precision = [d / (d + a) for d, a in drawn if d + a]
     return AlarmOutcome(
-        threshold=threshold, fdr=_share(detected, len(peaks)),
+        threshold=threshold,
+        fdr=_share(detected, len(peaks)),
         fdr_interval=_interval([_share(d, len(peaks)) for d, _ in drawn]),
         far=_share(alarms, len(healthy)),
         far_interval=_interval([_share(a, len(healthy)) for _, a in drawn]),
@@ -119,10 +120,13 @@ def outcome(
         precision_rescaled=(
             detected / (detected + alarms / healthy_share) if detected + alarms else None
         ),
-        lead_days=_lead(failed, threshold), failed=len(peaks), detected=detected,
-        earlier=sum(drive.earlier_peak > threshold for drive in failed), healthy=len(healthy),
+        lead_days=_lead(failed, threshold),
+        failed=len(peaks),
+        detected=detected,
+        earlier=sum(drive.earlier_peak > threshold for drive in failed),
+        healthy=len(healthy),
         false_alarms=alarms,
-    )  # fmt: skip
+    )
 
 
 def gain(
@@ -151,9 +155,12 @@ def gain(
 
 
 def _draw(
-    peaks: FloatArray, healthy: FloatArray, threshold: float, far: float | None,
+    peaks: FloatArray,
+    healthy: FloatArray,
+    threshold: float,
+    far: float | None,
     rng: np.random.Generator,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """Detected and false alarms of drives drawn with replacement."""
     failed = peaks[rng.integers(0, max(len(peaks), 1), len(peaks))]
     lived = healthy[rng.integers(0, max(len(healthy), 1), len(healthy))]
@@ -163,8 +170,11 @@ def _draw(
 
 
 def _lead(failed: Sequence[FailedDrive], threshold: float) -> Lead | None:
-    leads = [float(drive.days_ahead[drive.scores > threshold].max()) for drive in failed
-             if drive.peak > threshold]  # fmt: skip
+    leads = [
+        float(drive.days_ahead[drive.scores > threshold].max())
+        for drive in failed
+        if drive.peak > threshold
+    ]
     if not leads:
         return None
     first, middle, third = np.quantile(leads, (0.25, 0.5, 0.75))

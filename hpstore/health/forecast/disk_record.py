@@ -16,8 +16,14 @@ from hpstore.errors import ForecastError
 from hpstore.health.smart.counters import COUNTERS
 from hpstore.health.smart.readout import SmartReading
 
-COLUMNS = ("date", "serial_number", "model", "capacity_bytes", "failure",
-           *(counter.column for counter in COUNTERS))  # fmt: skip
+COLUMNS = (
+    "date",
+    "serial_number",
+    "model",
+    "capacity_bytes",
+    "failure",
+    *(counter.column for counter in COUNTERS),
+)
 _MODE = 0o600  # serial numbers are nobody else's business
 
 
@@ -37,9 +43,15 @@ def append(path: str, day: int, readings: Sequence[SmartReading]) -> None:
     for found in readings:
         cells = ["" if math.isnan(value) else f"{value:.17g}" for value in found.values]
         writer.writerow(
-            [date.fromordinal(day).isoformat(), found.serial, found.model, found.capacity_bytes, 0,
-             *cells]
-        )  # fmt: skip
+            [
+                date.fromordinal(day).isoformat(),
+                found.serial,
+                found.model,
+                found.capacity_bytes,
+                0,
+                *cells,
+            ]
+        )
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, _MODE)
         try:

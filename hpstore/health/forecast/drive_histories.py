@@ -112,8 +112,10 @@ def choose(
             f"the {len(kept)} failed drives alone need more than {memory_bytes} bytes of memory: "
             "allow more, or give fewer files"
         )
-    healthy = sorted((serial for serial in drives if serial not in kept),
-                     key=lambda serial: (drive_hash(salt, serial), serial))  # fmt: skip
+    healthy = sorted(
+        (serial for serial in drives if serial not in kept),
+        key=lambda serial: (drive_hash(salt, serial), serial),
+    )
     count = 0
     for serial in healthy:
         budget -= drives[serial].rows
@@ -154,10 +156,12 @@ def gather(
         facts = drives[serial]
         rows = kept.pop(serial)
         made = history(
-            serial, facts.family, np.asarray(rows.days, np.int64),
+            serial,
+            facts.family,
+            np.asarray(rows.days, np.int64),
             np.asarray(rows.values, np.float64).reshape(len(rows.days), len(COUNTERS)),
             facts.failed_day,
-        )  # fmt: skip
+        )
         late = 0 if facts.failed_day is None else sum(d > facts.failed_day for d in rows.days)
         repeated += len(rows.days) - late - len(made.days)
         total += len(made.days)

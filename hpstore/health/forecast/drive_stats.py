@@ -43,8 +43,13 @@ _MAX_TEXT = 256  # of a serial number or model
 _NAMED_ROWS = 20
 _PROGRESS_ROWS = 4096
 _CUT_SHORT = (
-    RuntimeError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile, *MALFORMED,
-)  # fmt: skip
+    RuntimeError,
+    lzma.LZMAError,
+    zlib.error,
+    gzip.BadGzipFile,
+    zipfile.BadZipFile,
+    *MALFORMED,
+)
 
 BytesDone = Callable[[int], None]
 
@@ -148,9 +153,10 @@ def _texts(name: str, raw: BinaryIO) -> Iterator[tuple[str, io.TextIOBase]]:
         if kind == "zip":
             archive = stack.enter_context(zipfile.ZipFile(raw))
             members = sorted(
-                m for m in archive.namelist()
+                m
+                for m in archive.namelist()
                 if m.lower().endswith(".csv") and not m.startswith("__MACOSX")
-            )  # fmt: skip
+            )
             if not members:
                 raise ForecastError(f"{name} holds no .csv file")
             for member in members:
@@ -199,9 +205,7 @@ def _layout(name: str, header: Sequence[str]) -> _Layout:
     at = {column.strip().lower(): i for i, column in enumerate(header)}
     at[REQUIRED_COLUMNS[0]] = at.get("date", at.get("\ufeffdate", -1))
     missing = [column for column in REQUIRED_COLUMNS if at.get(column, -1) < 0]
-    counters = tuple(
-        (i, c.name, at[c.column]) for i, c in enumerate(COUNTERS) if c.column in at
-    )  # fmt: skip
+    counters = tuple((i, c.name, at[c.column]) for i, c in enumerate(COUNTERS) if c.column in at)
     if not any(COUNTERS[INDEX[name]].column in at for name in RULE_COUNTERS):
         missing.append(" or ".join(COUNTERS[INDEX[c]].column for c in SUM_COUNTERS))
     if missing:
@@ -210,10 +214,14 @@ def _layout(name: str, header: Sequence[str]) -> _Layout:
             f"line begins with {','.join(header)[:80]!r}"
         )
     return _Layout(
-        width=len(header), date=at["date"], serial=at["serial_number"], failure=at["failure"],
-        model=at.get("model"), counters=counters,
+        width=len(header),
+        date=at["date"],
+        serial=at["serial_number"],
+        failure=at["failure"],
+        model=at.get("model"),
+        counters=counters,
         flags=tuple((column, at[column]) for column in FLAG_COLUMNS if column in at),
-    )  # fmt: skip
+    )
 
 
 def _row(

@@ -87,9 +87,12 @@ class _Peaks:
             used = found.positive & known
             before = scores[found.negative & known]
             self.failed.append(
-                FailedDrive(days_ahead=days[used], scores=scores[used],
-                            earlier_peak=float(before.max()) if len(before) else NEVER)
-            )  # fmt: skip
+                FailedDrive(
+                    days_ahead=days[used],
+                    scores=scores[used],
+                    earlier_peak=float(before.max()) if len(before) else NEVER,
+                )
+            )
         else:
             used = found.negative & known
             self.healthy.append(float(scores[used].max()) if used.any() else NEVER)
@@ -130,15 +133,28 @@ def evaluate(
     rng = np.random.default_rng(seed)
     share = healthy_share * gathered.healthy_share
     return ForecastEvaluation(
-        far=far, horizon_days=horizon, after=model.card.known_until, until=day_text(until),
-        healthy_drives=healthy, failed_drives=failed,
+        far=far,
+        horizon_days=horizon,
+        after=model.card.known_until,
+        until=day_text(until),
+        healthy_drives=healthy,
+        failed_drives=failed,
         no_signal=sum(not (drive.scores > 0).any() for drive in plain[RULE].failed),
-        failed_too_early=early, not_looked_at=unseen, refused=refused,
+        failed_too_early=early,
+        not_looked_at=unseen,
+        refused=refused,
         scores={name: _result(plain, margins, name, far, rng, resamples, share) for name in SCORES},
-        flags=outcome(plain[FLAGS].failed, np.array(plain[FLAGS].healthy), 0.5, rng=rng,
-                      resamples=resamples, healthy_share=share),
-        healthy_share=share, seed=seed,
-    )  # fmt: skip
+        flags=outcome(
+            plain[FLAGS].failed,
+            np.array(plain[FLAGS].healthy),
+            0.5,
+            rng=rng,
+            resamples=resamples,
+            healthy_share=share,
+        ),
+        healthy_share=share,
+        seed=seed,
+    )
 
 
 def _last_day(judged: Sequence[DriveHistory], known_until: str, since: int) -> int:
@@ -199,8 +215,11 @@ def _judge(
         for (history, found), score in zip(batch, trees, strict=True):
             ahead = (history.failed_day or 0) - history.days.astype(np.float64)
             tails = model.part_of(history.serial).tails
-            scores = {MODEL: score, RULE: rule_scores(history.days, history.values),
-                      SUM: plain_sum(history.values)}  # fmt: skip
+            scores = {
+                MODEL: score,
+                RULE: rule_scores(history.days, history.values),
+                SUM: plain_sum(history.values),
+            }
             for name, values in scores.items():
                 plain[name].add(ahead, values, found)
                 margins[name].add(ahead, values - tails[name].threshold(far), found)
@@ -209,17 +228,38 @@ def _judge(
 
 
 def _result(
-    plain: Mapping[str, _Peaks], margins: Mapping[str, _Peaks], name: str, far: float,
-    rng: np.random.Generator, resamples: int, share: float,
-) -> ScoreResult:  # fmt: skip
+    plain: Mapping[str, _Peaks],
+    margins: Mapping[str, _Peaks],
+    name: str,
+    far: float,
+    rng: np.random.Generator,
+    resamples: int,
+    share: float,
+) -> ScoreResult:
     healthy = np.array(plain[name].healthy)
-    peaks = {n: (np.array([d.peak for d in plain[n].failed]), np.array(plain[n].healthy))
-             for n in (name, SUM)}  # fmt: skip
+    peaks = {
+        n: (np.array([d.peak for d in plain[n].failed]), np.array(plain[n].healthy))
+        for n in (name, SUM)
+    }
     over, interval = gain(peaks[name], peaks[SUM], far, rng=rng, resamples=resamples)
     return ScoreResult(
-        at_far=outcome(plain[name].failed, healthy, threshold_at(healthy, far), rng=rng,
-                       resamples=resamples, healthy_share=share, far=far),
-        fitted=outcome(margins[name].failed, np.array(margins[name].healthy), 0.0, rng=rng,
-                       resamples=resamples, healthy_share=share),
-        over_sum=over, over_sum_interval=interval,
-    )  # fmt: skip
+        at_far=outcome(
+            plain[name].failed,
+            healthy,
+            threshold_at(healthy, far),
+            rng=rng,
+            resamples=resamples,
+            healthy_share=share,
+            far=far,
+        ),
+        fitted=outcome(
+            margins[name].failed,
+            np.array(margins[name].healthy),
+            0.0,
+            rng=rng,
+            resamples=resamples,
+            healthy_share=share,
+        ),
+        over_sum=over,
+        over_sum_interval=interval,
+    )

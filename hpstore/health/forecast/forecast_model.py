@@ -34,8 +34,9 @@ MAX_BYTES = 256 << 20
 MAX_FOLDS = 64
 _MAX_FEATURES = 1024
 _BATCH_ROWS = 1 << 16
-_FIELDS = frozenset({"format", "version", "card", "salt", "counters", "features",
-                     "rule_weight", "parts", "digest"})  # fmt: skip
+_FIELDS = frozenset(
+    {"format", "version", "card", "salt", "counters", "features", "rule_weight", "parts", "digest"}
+)
 
 # Any below: what JSON holds; every part is checked by its type
 Json = Any
@@ -144,16 +145,24 @@ class ForecastModel:
     def to_json(self) -> str:
         """The model as text, with a digest that finds damage."""
         body = {
-            "format": FORMAT, "version": VERSION, "card": self.card.as_dict(), "salt": self.salt,
-            "counters": list(self.counters), "features": list(self.features),
+            "format": FORMAT,
+            "version": VERSION,
+            "card": self.card.as_dict(),
+            "salt": self.salt,
+            "counters": list(self.counters),
+            "features": list(self.features),
             "rule_weight": self.rule_weight,
             "parts": [
-                {"booster": part.booster.as_dict(),
-                 "tails": {name: {"peaks": tail.peaks.tolist(), "windows": tail.windows}
-                           for name, tail in part.tails.items()}}
+                {
+                    "booster": part.booster.as_dict(),
+                    "tails": {
+                        name: {"peaks": tail.peaks.tolist(), "windows": tail.windows}
+                        for name, tail in part.tails.items()
+                    },
+                }
                 for part in self.parts
             ],
-        }  # fmt: skip
+        }
         body = json.loads(json.dumps(body, allow_nan=False))
         return json.dumps({**body, "digest": _digest(body)}, allow_nan=False) + "\n"
 
@@ -232,9 +241,13 @@ def _checked(body: dict[str, Json]) -> ForecastModel:
     if not isinstance(parts, list) or not 0 < len(parts) <= MAX_FOLDS:
         raise damaged(f"it must have 1 to {MAX_FOLDS} parts")
     return ForecastModel(
-        card=card_from_dict(body["card"]), salt=body["salt"], counters=counters, features=features,
-        rule_weight=weight, parts=tuple(_part(part, len(features)) for part in parts),
-    )  # fmt: skip
+        card=card_from_dict(body["card"]),
+        salt=body["salt"],
+        counters=counters,
+        features=features,
+        rule_weight=weight,
+        parts=tuple(_part(part, len(features)) for part in parts),
+    )
 
 
 def _names(found: Json) -> tuple[str, ...]:

@@ -82,13 +82,19 @@ class FailureForecaster:
         rule_alarm = rule is not None and rule > self._rule_threshold(history.serial)
         model_alarm = score is not None and threshold is not None and score > threshold
         return Forecast(
-            serial=history.serial, family=history.family,
+            serial=history.serial,
+            family=history.family,
             day=date.fromordinal(int(history.days[-1])).isoformat() if len(history.days) else "",
             risk=_risk(bool(flags), model_alarm if score is not None else rule_alarm, rule),
             reasons=(*flags, *_sentences(found, model_alarm, share, self._model)),
-            rule_score=rule, rule_alarm=rule_alarm, model_score=score, model_threshold=threshold,
-            model_alarm=model_alarm, healthy_share=share, refusal=refusal,
-        )  # fmt: skip
+            rule_score=rule,
+            rule_alarm=rule_alarm,
+            model_score=score,
+            model_threshold=threshold,
+            model_alarm=model_alarm,
+            healthy_share=share,
+            refusal=refusal,
+        )
 
     def _rule_threshold(self, serial: str) -> float:
         if self._model is None:

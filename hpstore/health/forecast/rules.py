@@ -68,12 +68,15 @@ def evidence(days: IntArray, values: FloatArray) -> tuple[Evidence, ...]:
     levels = held_values(values)[-1]
     found = [
         Evidence(
-            counter=COUNTERS[index].name, words=COUNTERS[index].words, level=float(levels[index]),
-            rise=float(risen[column]), score=float(parts[column]),
+            counter=COUNTERS[index].name,
+            words=COUNTERS[index].words,
+            level=float(levels[index]),
+            rise=float(risen[column]),
+            score=float(parts[column]),
         )
         for column, index in enumerate([*_RULE, _SPARE])
         if parts[column] > 0
-    ]  # fmt: skip
+    ]
     return tuple(sorted(found, key=lambda part: -part.score))
 
 

@@ -46,9 +46,13 @@ def judge_past(
     """The verdicts of each recorded day from `first_day` on, as they were on that day."""
     return [
         forecaster.judge(
-            DriveHistory(serial=before.serial, family=before.family, days=before.days[:end],
-                         values=before.values[:end])
+            DriveHistory(
+                serial=before.serial,
+                family=before.family,
+                days=before.days[:end],
+                values=before.values[:end],
+            )
         )
         for end in range(1, len(before.days) + 1)
         if before.days[end - 1] >= first_day
-    ]  # fmt: skip
+    ]

@@ -100,18 +100,28 @@ def train(
     positive = int(table.positive.sum())
     strongest = [gains(fitted, names) for fitted in final]
     card = ModelCard(
-        horizon_days=chosen.horizon_days, window_days=chosen.window_days,
-        known_from=day_text(min(int(h.days[0]) for h in covered)), known_until=day_text(until),
-        files=tuple(files), families=families, left_out=left_out,
-        rows=sum(int((h.days <= until).sum()) for h in covered), positive_rows=positive,
-        negative_rows=len(table.positive) - positive, healthy_share=gathered.healthy_share,
+        horizon_days=chosen.horizon_days,
+        window_days=chosen.window_days,
+        known_from=day_text(min(int(h.days[0]) for h in covered)),
+        known_until=day_text(until),
+        files=tuple(files),
+        families=families,
+        left_out=left_out,
+        rows=sum(int((h.days <= until).sum()) for h in covered),
+        positive_rows=positive,
+        negative_rows=len(table.positive) - positive,
+        healthy_share=gathered.healthy_share,
         settings={name: float(value) for name, value in asdict(chosen).items()},
         strongest=_mean(strongest),
-    )  # fmt: skip
+    )
     return ForecastModel(
-        card=card, salt=salt, counters=tuple(counters), features=tuple(names),
-        rule_weight=float(chosen.rule_weight), parts=parts,
-    )  # fmt: skip
+        card=card,
+        salt=salt,
+        counters=tuple(counters),
+        features=tuple(names),
+        rule_weight=float(chosen.rule_weight),
+        parts=parts,
+    )
 
 
 def families_of(
@@ -125,8 +135,10 @@ def families_of(
             drives[history.family] = drives.get(history.family, 0) + 1
             if history.failed_day is not None and history.failed_day <= until:
                 failed[history.family] = failed.get(history.family, 0) + 1
-    facts = {name: FamilyFacts(drives=count, failed=failed.get(name, 0))
-             for name, count in sorted(drives.items())}  # fmt: skip
+    facts = {
+        name: FamilyFacts(drives=count, failed=failed.get(name, 0))
+        for name, count in sorted(drives.items())
+    }
     covered = {name: f for name, f in facts.items() if f.failed >= min_failures}
     if not covered:
         raise ForecastError(
@@ -140,9 +152,10 @@ def families_of(
 def _counters(histories: Sequence[DriveHistory]) -> list[str]:
     """The counters that any of the drives has."""
     return [
-        name for name in MODEL_COUNTERS
+        name
+        for name in MODEL_COUNTERS
         if any(not np.isnan(h.values[:, INDEX[name]]).all() for h in histories)
-    ]  # fmt: skip
+    ]
 
 
 def _table(
@@ -168,10 +181,14 @@ def _table(
         used = late & (weight > 0)
         if used.any():
             parts.append(
-                (compute(history.days, history.values, names)[used], found.positive[used],
-                 weight[used], fold_of(salt, history.serial, options.folds),
-                 inner_fold_of(salt, history.serial, options.inner_folds))
-            )  # fmt: skip
+                (
+                    compute(history.days, history.values, names)[used],
+                    found.positive[used],
+                    weight[used],
+                    fold_of(salt, history.serial, options.folds),
+                    inner_fold_of(salt, history.serial, options.inner_folds),
+                )
+            )
     counts = [len(part[0]) for part in parts]
     return _Table(
         features=np.concatenate([part[0] for part in parts]),
@@ -228,11 +245,15 @@ def _fit(table: _Table, mask: NDArray[np.bool_], options: TrainOptions) -> Fitte
         )
     weight[positive] *= weight[~positive].sum() / weight[positive].sum()
     made = HistGradientBoostingClassifier(
-        max_iter=options.trees, max_leaf_nodes=options.leaves, random_state=options.seed,
-        learning_rate=options.learning_rate, min_samples_leaf=options.min_leaf_rows,
-        l2_regularization=1.0, early_stopping=False,
+        max_iter=options.trees,
+        max_leaf_nodes=options.leaves,
+        random_state=options.seed,
+        learning_rate=options.learning_rate,
+        min_samples_leaf=options.min_leaf_rows,
+        l2_regularization=1.0,
+        early_stopping=False,
         monotonic_cst=[1] * table.features.shape[1],
-    )  # fmt: skip
+    )
     return made.fit(table.features[mask], positive, sample_weight=weight / weight.mean())
 
 
@@ -261,11 +282,15 @@ def _peaks(
                 ends = np.cumsum([len(batch[i][1]) for i in chosen])[:-1]
                 for i, trees in zip(chosen, np.split(found, ends), strict=True):
                     _, _, windows, rule, total = batch[i]
-                    scores = {MODEL: trees + options.rule_weight * np.log1p(rule), RULE: rule,
-                              SUM: total}  # fmt: skip
+                    scores = {
+                        MODEL: trees + options.rule_weight * np.log1p(rule),
+                        RULE: rule,
+                        SUM: total,
+                    }
                     for name, score in scores.items():
-                        out[fold][name] += [float(score[windows == w].max())
-                                            for w in np.unique(windows)]  # fmt: skip
+                        out[fold][name] += [
+                            float(score[windows == w].max()) for w in np.unique(windows)
+                        ]
     return out
 
 
@@ -286,9 +311,14 @@ def _batches(
             continue
         rows = np.flatnonzero(used)[keep]
         batch.append(
-            (history, compute(history.days, history.values, names)[rows], windows[keep],
-             rule_scores(history.days, history.values)[rows], plain_sum(history.values)[rows])
-        )  # fmt: skip
+            (
+                history,
+                compute(history.days, history.values, names)[rows],
+                windows[keep],
+                rule_scores(history.days, history.values)[rows],
+                plain_sum(history.values)[rows],
+            )
+        )
         if len(batch) == _BATCH_DRIVES:
             yield batch
             batch = []

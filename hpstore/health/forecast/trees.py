@@ -63,21 +63,25 @@ class Booster:
             if not inner.all():
                 walking, here, feature = walking[inner], here[inner], feature[inner]
             goes_left = np.where(
-                missing[walking, feature], self.missing_left[here],
+                missing[walking, feature],
+                self.missing_left[here],
                 block[walking, feature] <= self.threshold[here],
-            )  # fmt: skip
+            )
             nodes[walking] = np.where(goes_left, self.left[here], self.right[here])
         return nodes
 
     def as_dict(self) -> dict[str, object]:
         """For JSON: lists of numbers; an infinite threshold is null."""
         return {
-            "baseline": self.baseline, "roots": self.roots.tolist(),
+            "baseline": self.baseline,
+            "roots": self.roots.tolist(),
             "feature": self.feature.tolist(),
             "threshold": [None if math.isinf(t) else t for t in self.threshold.tolist()],
-            "left": self.left.tolist(), "right": self.right.tolist(),
-            "missing_left": self.missing_left.astype(int).tolist(), "value": self.value.tolist(),
-        }  # fmt: skip
+            "left": self.left.tolist(),
+            "right": self.right.tolist(),
+            "missing_left": self.missing_left.astype(int).tolist(),
+            "value": self.value.tolist(),
+        }
 
 
 def booster_from_sklearn(fitted: Json) -> Booster:
@@ -103,8 +107,10 @@ def booster_from_sklearn(fitted: Json) -> Booster:
         columns["value"].append(np.where(leaf, nodes["value"], 0.0))
         base += len(nodes)
     kinds = {"threshold": np.float64, "value": np.float64, "missing_left": np.bool_}
-    arrays: dict[str, Any] = {name: np.concatenate(parts).astype(kinds.get(name, np.int32))
-              for name, parts in columns.items()}  # fmt: skip
+    arrays: dict[str, Any] = {
+        name: np.concatenate(parts).astype(kinds.get(name, np.int32))
+        for name, parts in columns.items()
+    }
     return Booster(baseline=float(fitted._baseline_prediction.item()), **arrays)
 
 
@@ -135,8 +141,13 @@ def booster_from_dict(body: Json, features: int) -> Booster:
         raise damaged(f"{count} nodes, {len(lists['roots'])} trees")
     if any(len(lists[name]) != count for name in _FIELDS[1:]):
         raise damaged("the lists of its trees have different lengths")
-    limits = {"roots": (0, count - 1), "feature": (_LEAF, features - 1), "left": (0, count - 1),
-              "right": (0, count - 1), "missing_left": (0, 1)}  # fmt: skip
+    limits = {
+        "roots": (0, count - 1),
+        "feature": (_LEAF, features - 1),
+        "left": (0, count - 1),
+        "right": (0, count - 1),
+        "missing_left": (0, 1),
+    }
     whole = {name: _whole(name, lists[name], *limits[name]) for name in limits}
     threshold = _floats("threshold", [math.inf if t is None else t for t in lists["threshold"]])
     value = _floats("value", lists["value"])
@@ -145,10 +156,15 @@ def booster_from_dict(body: Json, features: int) -> Booster:
         raise damaged("a value is not finite")
     _check_walks(whole["roots"], whole["feature"], whole["left"], whole["right"])
     return Booster(
-        baseline=float(baseline[0]), roots=whole["roots"], feature=whole["feature"],
-        threshold=threshold, left=whole["left"], right=whole["right"],
-        missing_left=whole["missing_left"].astype(bool), value=value,
-    )  # fmt: skip
+        baseline=float(baseline[0]),
+        roots=whole["roots"],
+        feature=whole["feature"],
+        threshold=threshold,
+        left=whole["left"],
+        right=whole["right"],
+        missing_left=whole["missing_left"].astype(bool),
+        value=value,
+    )
 
 
 def _check_walks(

@@ -33,9 +33,11 @@ def observed(
     if health.level and now_seconds - health.level_since_seconds >= DAY_SECONDS:
         changes |= {"level": health.level - 1, "level_since_seconds": now_seconds}
     changes |= {
-        "quiet_since_seconds": quiet, "gone_since_seconds": away, "here_since_seconds": here,
+        "quiet_since_seconds": quiet,
+        "gone_since_seconds": away,
+        "here_since_seconds": here,
         "score": verdict.score if verdict else 0.0,
-    }  # fmt: skip
+    }
     return replace(health, **changes)  # type: ignore[arg-type]
 
 
@@ -50,10 +52,15 @@ def entered(
             changes = {"sat_out": sat, **changes}
     recent = tuple(at for at in health.changes if now_seconds - at < HOUR_SECONDS)
     changes = {
-        "state": state, "since_seconds": now_seconds,
+        "state": state,
+        "since_seconds": now_seconds,
         "changes": (*recent, now_seconds)[-_MOST_CHANGES:],
-        "refused": "", "asked_seconds": 0.0, "asked": "", "confirmed": False, **changes,
-    }  # fmt: skip
+        "refused": "",
+        "asked_seconds": 0.0,
+        "asked": "",
+        "confirmed": False,
+        **changes,
+    }
     return replace(health, **changes)  # type: ignore[arg-type]
 
 

@@ -17,10 +17,12 @@ from hpstore.health.policy.states import (
     PoolFacts,
 )
 
-_LOST = frozenset({HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED,
-                   HealthState.REBUILDING})  # fmt: skip
-_KEPT_OFF = frozenset({HealthState.SITOUT, HealthState.PROBATION, HealthState.DRAINING,
-                       HealthState.MAINTENANCE})  # fmt: skip
+_LOST = frozenset(
+    {HealthState.FAULTED, HealthState.REMOVED, HealthState.EVICTED, HealthState.REBUILDING}
+)
+_KEPT_OFF = frozenset(
+    {HealthState.SITOUT, HealthState.PROBATION, HealthState.DRAINING, HealthState.MAINTENANCE}
+)
 DAY_SECONDS, HOUR_SECONDS = 86400.0, 3600.0
 
 Devices = Mapping[str, DeviceHealth]
@@ -34,26 +36,29 @@ def counted(facts: PoolFacts) -> dict[str, DeviceFacts]:
 def lost(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     """Devices whose columns cannot be had."""
     return frozenset(
-        d for d, fact in counted(facts).items()
+        d
+        for d, fact in counted(facts).items()
         if not fact.present or devices.get(d, DeviceHealth()).state in _LOST
-    )  # fmt: skip
+    )
 
 
 def silent(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     """Lost devices without those that are back and being reconciled: they can be read."""
     return frozenset(
-        d for d in lost(devices, facts)
+        d
+        for d in lost(devices, facts)
         if not facts.devices[d].present or devices[d].state is not HealthState.REBUILDING
-    )  # fmt: skip
+    )
 
 
 def kept_off(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     """Devices that could be read and are spared: sitting out, on probation, draining."""
     gone = lost(devices, facts)
     return frozenset(
-        d for d in counted(facts)
+        d
+        for d in counted(facts)
         if d not in gone and devices.get(d, DeviceHealth()).state in _KEPT_OFF
-    )  # fmt: skip
+    )
 
 
 def may_be_kept_off(devices: Devices, facts: PoolFacts, reserve: int) -> int:
@@ -66,9 +71,13 @@ def may_be_kept_off(devices: Devices, facts: PoolFacts, reserve: int) -> int:
 
 
 def refusal(
-    devices: Devices, state: PolicyState, facts: PoolFacts, now_seconds: float,
-    config: PolicyConfig, device: str,
-) -> str:  # fmt: skip
+    devices: Devices,
+    state: PolicyState,
+    facts: PoolFacts,
+    now_seconds: float,
+    config: PolicyConfig,
+    device: str,
+) -> str:
     """Why `device` may not be removed by choice now; "" when it may."""
     others = kept_off(devices, facts) - {device}
     reserve = max(1, config.reserve)  # never below k + 1 readable columns
@@ -82,9 +91,13 @@ def refusal(
 
 
 def too_soon(
-    devices: Devices, state: PolicyState, facts: PoolFacts, now_seconds: float,
-    config: PolicyConfig, device: str,
-) -> str:  # fmt: skip
+    devices: Devices,
+    state: PolicyState,
+    facts: PoolFacts,
+    now_seconds: float,
+    config: PolicyConfig,
+    device: str,
+) -> str:
     """Why nothing may be removed by choice now, whether or not parity allows it; "" when it may.
 
     Enough for a device that goes on being read until all of it is elsewhere.
@@ -108,9 +121,10 @@ def too_many(devices: Devices, facts: PoolFacts, config: PolicyConfig) -> str:
     """The alarm when too many devices are bad to trust anybody's judgement; "" otherwise."""
     well, all_of_them = (HealthState.ONLINE, HealthState.MAINTENANCE), counted(facts)
     bad = [
-        d for d, fact in all_of_them.items()
+        d
+        for d, fact in all_of_them.items()
         if not fact.present or devices.get(d, DeviceHealth()).state not in well
-    ]  # fmt: skip
+    ]
     if len(bad) <= config.bad_ratio_most * len(all_of_them):
         return ""
     return f"{len(bad)} of {len(all_of_them)} devices are bad: no more are removed by choice"

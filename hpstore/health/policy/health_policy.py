@@ -49,9 +49,12 @@ _ASKED = (HealthState.ONLINE, HealthState.SUSPECT, *_SPARED)  # what becomes of 
 
 
 def decide(
-    state: PolicyState, verdicts: Iterable[DeviceVerdict], facts: PoolFacts, now_seconds: float,
+    state: PolicyState,
+    verdicts: Iterable[DeviceVerdict],
+    facts: PoolFacts,
+    now_seconds: float,
     config: PolicyConfig,
-) -> PolicyOutcome:  # fmt: skip
+) -> PolicyOutcome:
     """One round over all devices of `facts`; others are forgotten.
 
     `now_seconds` since 1970; a clock that goes back stands still here, but for one that was over
@@ -114,10 +117,15 @@ class PolicyTurn:
         """Write a line."""
         self.decisions.append(
             Decision(
-                at_seconds=self.now, device=device, was=was, becomes=becomes, reason=reason,
-                role=self.config.role, dry_run=self.config.dry_run,
+                at_seconds=self.now,
+                device=device,
+                was=was,
+                becomes=becomes,
+                reason=reason,
+                role=self.config.role,
+                dry_run=self.config.dry_run,
             )
-        )  # fmt: skip
+        )
 
     def enter(self, device: str, state: HealthState, reason: str, **changes: object) -> None:
         """Move a device to another state, and write why."""
@@ -253,9 +261,10 @@ class PolicyTurn:
                 self.devices, self.facts, reserve
             ):
                 spared = [
-                    d for d in kept_off(self.devices, self.facts)
+                    d
+                    for d in kept_off(self.devices, self.facts)
                     if self.devices[d].state in _SPARED and (manual or not self.devices[d].manual)
-                ]  # fmt: skip
+                ]
                 if not spared:
                     break
                 least = min(spared, key=lambda d: (self.devices[d].score, d))
@@ -381,9 +390,10 @@ class PolicyTurn:
         if not config.forecast_drains or config.role is not Role.AGENT:
             return False
         same = [
-            d for d, other in self.facts.devices.items()
+            d
+            for d, other in self.facts.devices.items()
             if other.domain == fact.domain and self.devices[d].state is HealthState.DRAINING
-        ]  # fmt: skip
+        ]
         if not self.facts.spare_capacity or same:
             why = f"{same[0]} of its failure domain drains" if same else "there is no room for it"
             self.refuse(device, "it should be drained", why)
@@ -448,8 +458,11 @@ class PolicyTurn:
                 self.ask(device, ActionKind.HEAL, "it was evicted")
         elif spare <= 0 or waited:
             self.set(device, lapsed=health.gone_since_seconds is not None)
-            self.ask(device, ActionKind.HEAL, "no parity is left" if spare <= 0 else
-                     "it has not come back")  # fmt: skip
+            self.ask(
+                device,
+                ActionKind.HEAL,
+                "no parity is left" if spare <= 0 else "it has not come back",
+            )
 
     def watch(self) -> None:
         """Sound the alarm of too many bad devices, once; and its end."""

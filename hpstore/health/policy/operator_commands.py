@@ -31,9 +31,15 @@ class Command(StrEnum):
 
 
 def command(
-    state: PolicyState, word: Command, device: str, facts: PoolFacts, now_seconds: float,
-    config: PolicyConfig, *, reason: str = "",
-) -> PolicyOutcome:  # fmt: skip
+    state: PolicyState,
+    word: Command,
+    device: str,
+    facts: PoolFacts,
+    now_seconds: float,
+    config: PolicyConfig,
+    *,
+    reason: str = "",
+) -> PolicyOutcome:
     """Obey, and note it like any decision, with a `reason` or as an operator's word.
 
     A sit-out or maintenance needs parity for it, without reserve: raises MembershipError when there
@@ -58,8 +64,16 @@ def command(
             turn.enter(device, HealthState.REBUILDING, said)
         else:
             turn.enter(device, HealthState.ONLINE, said)
-        turn.set(device, pinned=False, ignored=False, level=0, sitouts=(), sat_out=(), changes=(),
-                 pardoned_seconds=turn.now)  # fmt: skip
+        turn.set(
+            device,
+            pinned=False,
+            ignored=False,
+            level=0,
+            sitouts=(),
+            sat_out=(),
+            changes=(),
+            pardoned_seconds=turn.now,
+        )
         turn.act(ActionKind.READMIT, device, said)
         turn.act(ActionKind.FORGIVE, device, said)
     else:

@@ -6,10 +6,18 @@ from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.policy.states import DeviceHealth, PolicyState
 
 _ORDER = (
-    HealthState.EVICTED, HealthState.REMOVED, HealthState.FAULTED, HealthState.REBUILDING,
-    HealthState.MAINTENANCE, HealthState.SITOUT, HealthState.SUSPECT, HealthState.PROBATION,
-    HealthState.READ_ONLY, HealthState.DRAINING, HealthState.ONLINE,
-)  # fmt: skip
+    HealthState.EVICTED,
+    HealthState.REMOVED,
+    HealthState.FAULTED,
+    HealthState.REBUILDING,
+    HealthState.MAINTENANCE,
+    HealthState.SITOUT,
+    HealthState.SUSPECT,
+    HealthState.PROBATION,
+    HealthState.READ_ONLY,
+    HealthState.DRAINING,
+    HealthState.ONLINE,
+)
 
 
 def read_shares(state: PolicyState, shares: tuple[float, ...]) -> dict[str, float]:

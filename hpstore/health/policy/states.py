@@ -91,8 +91,12 @@ class DeviceHealth:
         """Share of its ordinary reads that it gets: 0 sitting out, then `shares` by stage."""
         if self.state is HealthState.PROBATION:
             return shares[min(self.stage, len(shares) - 1)]
-        serves = (HealthState.ONLINE, HealthState.SUSPECT, HealthState.READ_ONLY,
-                  HealthState.DRAINING)  # fmt: skip
+        serves = (
+            HealthState.ONLINE,
+            HealthState.SUSPECT,
+            HealthState.READ_ONLY,
+            HealthState.DRAINING,
+        )
         return 1.0 if self.state in serves else 0.0
 
     @property
@@ -130,10 +134,11 @@ class PolicyState:
         def moved(health: DeviceHealth) -> DeviceHealth:
             known = {name: at for name in _TIMES if (at := getattr(health, name)) is not None}
             return replace(
-                health, sitouts=tuple(map(then, health.sitouts)),
+                health,
+                sitouts=tuple(map(then, health.sitouts)),
                 changes=tuple(map(then, health.changes)),
                 **{name: then(at) for name, at in known.items()},  # type: ignore[arg-type]
-            )  # fmt: skip
+            )
 
         devices = {device: moved(health) for device, health in self.devices.items()}
         removals = tuple(map(then, self.removals))

@@ -56,15 +56,19 @@ COUNTERS: tuple[Counter, ...] = (
     _smart(242, "blocks read"),
     Counter(name="nvme_media_errors", words="media errors", column="nvme_media_errors"),
     Counter(
-        name="nvme_available_spare", words="spare blocks in per cent",
-        column="nvme_available_spare", only_rises=False,
+        name="nvme_available_spare",
+        words="spare blocks in per cent",
+        column="nvme_available_spare",
+        only_rises=False,
     ),
     Counter(
-        name="nvme_percentage_used", words="wear in per cent", column="nvme_percentage_used",
+        name="nvme_percentage_used",
+        words="wear in per cent",
+        column="nvme_percentage_used",
         only_rises=False,
     ),
     Counter(name=SPEC_FLAG, words="spec flag", column=SPEC_FLAG, only_rises=False),
-)  # fmt: skip
+)
 INDEX: Mapping[str, int] = {counter.name: i for i, counter in enumerate(COUNTERS)}
 # The counters whose sum is the plain yardstick, and the rule score's
 SUM_COUNTERS = ("smart_5", "smart_187", "smart_197", "smart_198")

@@ -131,8 +131,15 @@ def read_disk(device: str, *, timeout_seconds: float = TIMEOUT_SECONDS) -> Smart
 
 
 def _read_smartctl(device: str, timeout_seconds: float) -> SmartReading:
-    command = ["smartctl", "--json=c", "--info", "--health", "--attributes",
-               f"--nocheck=standby,{_ASLEEP_STATUS}", device]  # fmt: skip
+    command = [
+        "smartctl",
+        "--json=c",
+        "--info",
+        "--health",
+        "--attributes",
+        f"--nocheck=standby,{_ASLEEP_STATUS}",
+        device,
+    ]
     code, text = _call(command, timeout_seconds)
     if code is None:
         return _no_answer(device, "smartctl", timeout_seconds)
@@ -152,18 +159,21 @@ def _read_nvme(device: str, timeout_seconds: float) -> SmartReading:
 def _no_answer(device: str, tool: str, timeout_seconds: float) -> SmartReading:
     _log.warning("%s gave no answer for %s in %.1f s", tool, device, timeout_seconds)
     return SmartReading(
-        device=device, readout=Readout.NO_ANSWER,
+        device=device,
+        readout=Readout.NO_ANSWER,
         problem=f"{tool} gave no answer in {timeout_seconds:g} s; that alone does not say that the "
         "disk is dead",
-    )  # fmt: skip
+    )
 
 
 def _call(command: Sequence[str], timeout_seconds: float) -> tuple[int | None, str]:
     """As children.output_of, in English."""
     return output_of(
-        command, timeout_seconds, max_bytes=_MAX_OUTPUT_BYTES,
+        command,
+        timeout_seconds,
+        max_bytes=_MAX_OUTPUT_BYTES,
         environment={**os.environ, "LC_ALL": "C"},
-    )  # fmt: skip
+    )
 
 
 def parse_smartctl(device: str, status: int, text: str) -> SmartReading:
@@ -175,8 +185,9 @@ def parse_smartctl(device: str, status: int, text: str) -> SmartReading:
     if status & (_BAD_COMMAND | _NOT_OPENED) or not body:
         forbidden = "ermission denied" in said or "not permitted" in said
         readout = Readout.FORBIDDEN if forbidden else Readout.FAILED
-        return SmartReading(device=device, readout=readout,
-                            problem=said or f"smartctl ended with {status}")  # fmt: skip
+        return SmartReading(
+            device=device, readout=readout, problem=said or f"smartctl ended with {status}"
+        )
     found = _Found()
     _take_ata(body, found)
     _take_nvme(_table(body, "nvme_smart_health_information_log"), found)
@@ -188,9 +199,12 @@ def parse_smartctl(device: str, status: int, text: str) -> SmartReading:
         found.notes.append("a SMART command failed")
     found.notes += [words for bit, words in _NOTES.items() if status & bit]
     return _reading(
-        device, found, serial=body.get("serial_number"), model=body.get("model_name"),
+        device,
+        found,
+        serial=body.get("serial_number"),
+        model=body.get("model_name"),
         capacity=_table(body, "user_capacity").get("bytes"),
-    )  # fmt: skip
+    )
 
 
 def _take_ata(body: Mapping[str, Json], found: _Found) -> None:
@@ -214,16 +228,21 @@ def parse_nvme(device: str, status: int, text: str, *, identity: str = "") -> Sm
         said = " ".join(text.split())[:200]
         forbidden = "ermission denied" in said or "not permitted" in said
         return SmartReading(
-            device=device, readout=Readout.FORBIDDEN if forbidden else Readout.FAILED,
+            device=device,
+            readout=Readout.FORBIDDEN if forbidden else Readout.FAILED,
             problem=said or f"nvme ended with {status}",
-        )  # fmt: skip
-    names = {"avail_spare": "available_spare", "spare_thresh": "available_spare_threshold",
-             "percent_used": "percentage_used"}  # fmt: skip
+        )
+    names = {
+        "avail_spare": "available_spare",
+        "spare_thresh": "available_spare_threshold",
+        "percent_used": "percentage_used",
+    }
     found = _Found()
     _take_nvme({names.get(name, name): value for name, value in log.items()}, found)
     facts = _json(identity)
-    return _reading(device, found, serial=facts.get("sn"), model=facts.get("mn"),
-                    capacity=facts.get("tnvmcap"))  # fmt: skip
+    return _reading(
+        device, found, serial=facts.get("sn"), model=facts.get("mn"), capacity=facts.get("tnvmcap")
+    )
 
 
 def _take_nvme(log: Mapping[str, Json], found: _Found) -> None:
@@ -251,11 +270,15 @@ def _reading(
 ) -> SmartReading:
     found.put(SPEC_FLAG, int(bool(found.flags)))
     return SmartReading(
-        device=device, readout=Readout.OK, serial=_text(serial),
-        model=_text(model), capacity_bytes=capacity if type(capacity) is int else 0,
-        values=tuple(found.values), flags=tuple(dict.fromkeys(found.flags)),
+        device=device,
+        readout=Readout.OK,
+        serial=_text(serial),
+        model=_text(model),
+        capacity_bytes=capacity if type(capacity) is int else 0,
+        values=tuple(found.values),
+        flags=tuple(dict.fromkeys(found.flags)),
         notes=tuple(found.notes),
-    )  # fmt: skip
+    )
 
 
 def _text(value: Json) -> str:
@@ -279,8 +302,11 @@ def _table(body: Mapping[str, Json], name: str) -> Mapping[str, Json]:
 
 def _messages(body: Mapping[str, Json]) -> list[str]:
     rows = _table(body, "smartctl").get("messages")
-    return [_text(row.get("string")) for row in (rows if isinstance(rows, list) else ())
-            if isinstance(row, Mapping)]  # fmt: skip
+    return [
+        _text(row.get("string"))
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, Mapping)
+    ]
 
 
 def _sleeps(said: str) -> bool:
@@ -295,9 +321,13 @@ def parse_diskstats(text: str) -> dict[str, DiskActivity]:
         if len(words) >= 14 and all(word.isdecimal() for word in words[3:14]):
             numbers = [int(word) for word in words[3:14]]
             found[words[2]] = DiskActivity(
-                reads=numbers[0], read_bytes=numbers[2] * _SECTOR_BYTES, writes=numbers[4],
-                written_bytes=numbers[6] * _SECTOR_BYTES, in_flight=numbers[8], busy_ms=numbers[9],
-            )  # fmt: skip
+                reads=numbers[0],
+                read_bytes=numbers[2] * _SECTOR_BYTES,
+                writes=numbers[4],
+                written_bytes=numbers[6] * _SECTOR_BYTES,
+                in_flight=numbers[8],
+                busy_ms=numbers[9],
+            )
     return found
 
 

@@ -87,9 +87,12 @@ class ReadStream(io.BufferedReader):
     """
 
     def __init__(
-        self, reader: PooledReader, path: str, buffer_bytes: int = READ_BUFFER_BYTES,
+        self,
+        reader: PooledReader,
+        path: str,
+        buffer_bytes: int = READ_BUFFER_BYTES,
         fs: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._file = _ObjectFile(reader, path)
         super().__init__(self._file, buffer_bytes)
         self.path, self.fs, self.blocksize = path, fs, buffer_bytes
@@ -155,9 +158,15 @@ class WriteStream(_WholeOrNothing, io.BufferedIOBase):
     _spool: Spool | None = None
 
     def __init__(
-        self, path: str, spool: Spool, put: Callable[[BinaryIO], object], *,
-        autocommit: bool = True, mode: str = "wb", fs: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        path: str,
+        spool: Spool,
+        put: Callable[[BinaryIO], object],
+        *,
+        autocommit: bool = True,
+        mode: str = "wb",
+        fs: Any = None,
+    ) -> None:
         super().__init__()
         self.path = self.name = path
         self.mode, self.autocommit, self.fs = mode, autocommit, fs

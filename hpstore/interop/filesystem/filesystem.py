@@ -117,8 +117,9 @@ class PoolFileSystem(PoolListing):
         except ObjectNotFound as error:
             raise VersionConflict(
                 f"{path} was replaced or deleted since it was opened (version {version}). Open it "
-                "again.", key=place.key,
-            ) from error  # fmt: skip
+                "again.",
+                key=place.key,
+            ) from error
         stream = ReadStream(reader, path, buffer_bytes, self)
         stream.seek(position)
         return stream
@@ -138,11 +139,17 @@ class PoolFileSystem(PoolListing):
             if "w" in mode:
                 self._put(place, file)
                 return
-            self._stored(place, place.mount.pool.put(
-                place.key, file, None if before is None else before.metadata,
-                if_absent=before is None, if_version=None if before is None else before.version,
-                min_losses_tolerated=self._least,
-            ))  # fmt: skip
+            self._stored(
+                place,
+                place.mount.pool.put(
+                    place.key,
+                    file,
+                    None if before is None else before.metadata,
+                    if_absent=before is None,
+                    if_version=None if before is None else before.version,
+                    min_losses_tolerated=self._least,
+                ),
+            )
 
         return UpdateStream(path, spool, put, autocommit=autocommit, mode=mode, fs=self)
 
@@ -233,8 +240,9 @@ class PoolFileSystem(PoolListing):
                 f"{place.path(place.key)} is stored, and survives {info.losses_tolerated} further "
                 f"lost devices, not {parity}: devices are away. `hpstore status "
                 f"{mount.pool.config.path}` says which; min_losses_tolerated refuses such writes.",
-                RedundancyWarning, stacklevel=_CALLER,
-            )  # fmt: skip
+                RedundancyWarning,
+                stacklevel=_CALLER,
+            )
 
     def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
         """Put bytes; with mode "create" only where no object is. Durable on return."""

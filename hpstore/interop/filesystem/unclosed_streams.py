@@ -58,8 +58,11 @@ def _at_exit() -> None:
         if stream.closed or not stream.unfinished:
             continue
         if failed:
-            _log.warning("the stream to %s was never closed, and an exception ended the program: "
-                         "nothing was stored", stream.path)  # fmt: skip
+            _log.warning(
+                "the stream to %s was never closed, and an exception ended the program: "
+                "nothing was stored",
+                stream.path,
+            )
             stream.discard()
             continue
         _log.warning("the stream to %s was never closed: it is stored now", stream.path)

@@ -76,8 +76,9 @@ def _registered() -> Mapping[str, EntryPoint]:
     if not found:
         _log.warning(
             "no package says that it has zarr views (entry points %s): data sets show as their "
-            "objects and are not guarded. Install hpstore again.", GROUP,
-        )  # fmt: skip
+            "objects and are not guarded. Install hpstore again.",
+            GROUP,
+        )
     return found
 
 

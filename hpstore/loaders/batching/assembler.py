@@ -41,9 +41,14 @@ class Assembler:
     """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
 
     def __init__(
-        self, data: Dataset, slots: Slots, slabs: Mapping[int, PageMemory], counts: Counts,
-        cached: ReadRows | None = None, direct: DirectAccess | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        data: Dataset,
+        slots: Slots,
+        slabs: Mapping[int, PageMemory],
+        counts: Counts,
+        cached: ReadRows | None = None,
+        direct: DirectAccess | None = None,
+    ) -> None:
         """`cached`: reads records in the place of the data set. `direct`: for what is in no slab,
         straight to a GPU where that works.
         """
@@ -356,6 +361,10 @@ def _typed(values: Bytes, field: Field) -> Array:
 def chosen(places: Locations, which: Int64s) -> Locations:
     """Locations of some of the records."""
     return Locations(
-        shard=places.shard[which], start=places.start[which], length=places.length[which],
-        page=places.page[which], checksum=places.checksum[which], ragged=places.ragged[which],
-    )  # fmt: skip
+        shard=places.shard[which],
+        start=places.start[which],
+        length=places.length[which],
+        page=places.page[which],
+        checksum=places.checksum[which],
+        ragged=places.ragged[which],
+    )

@@ -123,8 +123,9 @@ class Slots(Closing):
                         "the memory for batches is in use (%d batches, together %d MiB) and held "
                         "by the user: further ones are made in ordinary memory, which is slower. "
                         "Drop batches, or raise LoaderMemory.prefetch_bytes.",
-                        self._count, self.made_bytes // MIB,
-                    )  # fmt: skip
+                        self._count,
+                        self.made_bytes // MIB,
+                    )
                 return BatchSlot(np.empty(nbytes, np.uint8), None)
             self.made_bytes += size
             self._count += 1

@@ -74,8 +74,11 @@ class Waits:
 class PoolReads:
     """What reads of some pools had to do beyond reading, since this was made; by whomever."""
 
-    _NAMES = (("degraded_reads", "read_degraded_total"), ("damaged_reads", "column_mismatch_total"),
-              ("repaired_objects", "read_repair_total"))  # fmt: skip
+    _NAMES = (
+        ("degraded_reads", "read_degraded_total"),
+        ("damaged_reads", "column_mismatch_total"),
+        ("repaired_objects", "read_repair_total"),
+    )
 
     def __init__(self, pools: Iterable[Pool]) -> None:
         self._pools = list({id(pool): pool for pool in pools}.values())

@@ -141,10 +141,18 @@ class Engine(Closing):
     """
 
     def __init__(
-        self, data: Dataset, order: Order | None, *, batch_rows: int, cache_bytes: int,
-        prefetch_bytes: int, pin: Callable[[Any], object] | None = None, cache: Cache | None = None,
-        direct: DirectAccess | None = None, share: float = 1.0,
-    ) -> None:  # fmt: skip
+        self,
+        data: Dataset,
+        order: Order | None,
+        *,
+        batch_rows: int,
+        cache_bytes: int,
+        prefetch_bytes: int,
+        pin: Callable[[Any], object] | None = None,
+        cache: Cache | None = None,
+        direct: DirectAccess | None = None,
+        share: float = 1.0,
+    ) -> None:
         self.direct = direct  # reads straight to the GPU, where they are possible
         self._data, self.order, self._batch_rows = data, order, batch_rows
         self.pid = os.getpid()  # its threads live in this process
@@ -243,9 +251,13 @@ class Engine(Closing):
             own = True
         cached = None if self.cached is None else self.cached.begin()
         assembler = Assembler(
-            data, self._slots, slabs, self.counts, None if cached is None else cached.read,
+            data,
+            self._slots,
+            slabs,
+            self.counts,
+            None if cached is None else cached.read,
             self.direct if cached is None else None,
-        )  # fmt: skip
+        )
         return Session(
             order,
             data.fields,

@@ -93,11 +93,13 @@ class Pipeline(Closing, Generic[T]):
         self.waiting = False
         threads_made = [
             threading.Thread(
-                target=_work, args=(self._jobs, make, self._closed, self._held),
-                name=f"hpstore-loader-{number}", daemon=True,
+                target=_work,
+                args=(self._jobs, make, self._closed, self._held),
+                name=f"hpstore-loader-{number}",
+                daemon=True,
             )
             for number in range(threads)
-        ]  # fmt: skip
+        ]
         self._top_up()
         if self._held:
             self._jobs.put(self._held.popleft())
@@ -204,7 +206,7 @@ def _hand_out(held: deque[_Job[T]], jobs: _Jobs[T]) -> None:
 
 def _work(
     jobs: _Jobs[T], make: Callable[[BatchPiece], T], closed: threading.Event, held: deque[_Job[T]]
-) -> None:  # fmt: skip
+) -> None:
     """Main function of a thread. Between two pieces it holds on to nothing."""
     while (job := jobs.get()) is not None:
         if not closed.is_set():  # else nobody waits for it

@@ -109,8 +109,10 @@ class CachedRun:
             self._reads.data.pool.metrics.count("order_not_told_total")
             _log.warning(
                 "an order of %d samples is too long to be told to the cache (%d), which learns "
-                "instead", order.length, MOST_TOLD,
-            )  # fmt: skip
+                "instead",
+                order.length,
+                MOST_TOLD,
+            )
             return
         ahead = min(MOST_EPOCHS, max(LEAST_EPOCHS, 2 * slices.world_size), MOST_TOLD // share)
         self._following = _Following(self._reads, order, slices, epoch, position, max(1, ahead))
@@ -168,9 +170,14 @@ class _Following:
     """Tells epochs ahead: the first ones at once, others on a thread as the run goes on."""
 
     def __init__(
-        self, reads: CachedReads, order: Order, slices: Slices, epoch: int, position: int,
+        self,
+        reads: CachedReads,
+        order: Order,
+        slices: Slices,
+        epoch: int,
+        position: int,
         ahead: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._reads, self._order, self._slices = reads, order, slices
         self._epoch, self._ahead, self._stopped = epoch, ahead, False
         self._told = epoch

@@ -39,9 +39,13 @@ class Mixture:
     """
 
     def __init__(
-        self, datasets: Sequence[Dataset], weights: Sequence[float], *, length: int | None = None,
+        self,
+        datasets: Sequence[Dataset],
+        weights: Sequence[float],
+        *,
+        length: int | None = None,
         source_field: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not datasets:
             raise ConfigError("a mixture of no data sets")
         for data in datasets:
@@ -94,7 +98,7 @@ class Mixture:
             if shuffle == "global"
             else SequentialOrder(len(data))
             for number, data in enumerate(self.datasets)
-        ]  # fmt: skip
+        ]
         return MixtureOrder(orders, self.weights, seed, length=self.length)
 
 
@@ -103,7 +107,7 @@ class MixedSession:
 
     def __init__(
         self, mixture: Mixture, order: Order | None, counts: Counts, sessions: Sequence[Session]
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`order`: of the weights, of a Subset, or none where a sampler decides."""
         self._mixture, self._sessions = mixture, sessions
         self.order, self.counts = order, counts
@@ -158,16 +162,30 @@ class MixedEngine(Closing):
     mode = "mixture"
 
     def __init__(
-        self, mixture: Mixture, order: Order | None, *, batch_rows: int, cache_bytes: int,
-        prefetch_bytes: int, pin: Callable[[Any], object] | None = None, cache: Cache | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        mixture: Mixture,
+        order: Order | None,
+        *,
+        batch_rows: int,
+        cache_bytes: int,
+        prefetch_bytes: int,
+        pin: Callable[[Any], object] | None = None,
+        cache: Cache | None = None,
+    ) -> None:
         self._mixture, self.order = mixture, order
         total = sum(mixture.weights)
         self._engines = [
-            Engine(data, None, batch_rows=batch_rows, cache_bytes=int(cache_bytes * weight / total),
-                   prefetch_bytes=int(prefetch_bytes * weight / total), pin=pin, cache=cache)
+            Engine(
+                data,
+                None,
+                batch_rows=batch_rows,
+                cache_bytes=int(cache_bytes * weight / total),
+                prefetch_bytes=int(prefetch_bytes * weight / total),
+                pin=pin,
+                cache=cache,
+            )
             for data, weight in zip(mixture.datasets, mixture.weights, strict=True)
-        ]  # fmt: skip
+        ]
         self.pid = self._engines[0].pid
         self.counts = Counts()
         self._reads = PoolReads(data.pool for data in mixture.datasets)
@@ -246,18 +264,27 @@ AnyEngine: TypeAlias = Engine | MixedEngine
 
 
 def make_engine(
-    data: Dataset | Mixture, order: Order | None, *, memory: LoaderMemory,
-    cache: Cache | int | str | None, batch_rows: int, pin: Callable[[Any], object] | None,
-    direct: DirectAccess | None, share: float,
-) -> AnyEngine:  # fmt: skip
+    data: Dataset | Mixture,
+    order: Order | None,
+    *,
+    memory: LoaderMemory,
+    cache: Cache | int | str | None,
+    batch_rows: int,
+    pin: Callable[[Any], object] | None,
+    direct: DirectAccess | None,
+    share: float,
+) -> AnyEngine:
     """What makes the batches of a dataset or a mixture, which has no use for `direct` and `share`.
 
     `cache`: as a loader was given it; else as Engine.
     """
     options: dict[str, Any] = {
-        "cache_bytes": cache_budget(cache), "prefetch_bytes": int(memory.prefetch_bytes),
-        "pin": pin, "batch_rows": batch_rows, "cache": cache if isinstance(cache, Cache) else None,
-    }  # fmt: skip
+        "cache_bytes": cache_budget(cache),
+        "prefetch_bytes": int(memory.prefetch_bytes),
+        "pin": pin,
+        "batch_rows": batch_rows,
+        "cache": cache if isinstance(cache, Cache) else None,
+    }
     if isinstance(data, Mixture):
         return MixedEngine(data, order, **options)
     return Engine(data, order, **options, direct=direct, share=share)

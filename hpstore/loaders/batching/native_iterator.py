@@ -82,9 +82,12 @@ def native_of(dataset: Any) -> Native | None:
 
 
 def order_for(
-    dataset: Any, native: Native | None, shuffle: bool | str | Order | None, seed: int,
+    dataset: Any,
+    native: Native | None,
+    shuffle: bool | str | Order | None,
+    seed: int,
     window_bytes: int,
-) -> Order:  # fmt: skip
+) -> Order:
     """The order that `shuffle` asks for. Raises ConfigError."""
     count = native.chosen if native is not None else len(dataset)
     name: Any = shuffle
@@ -134,9 +137,12 @@ def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
     if mapping is not None:
         stripes = subset_stripes(stripes, mapping)
     warn_of_sorted(
-        data, stripes, window_stripes=windows, stripe_bytes=stripe_bytes,
+        data,
+        stripes,
+        window_stripes=windows,
+        stripe_bytes=stripe_bytes,
         rows_of=lambda places: places if mapping is None else mapping[places],
-    )  # fmt: skip
+    )
     order = WindowOrder(stripes, seed, window_stripes=windows)
     if mapping is None:
         return order
@@ -176,9 +182,13 @@ class BatchRun:
         depth = 1 if alone else depth
         engine.expect(steady=depth + STEADY, most=depth + HELD + 1)  # 1: a small one beside these
         self._pipeline = Pipeline(
-            todo, lambda piece: finish.make(session, piece), depth=depth, threads=threads,
-            rows=rows, waits=loader.waits,
-        )  # fmt: skip
+            todo,
+            lambda piece: finish.make(session, piece),
+            depth=depth,
+            threads=threads,
+            rows=rows,
+            waits=loader.waits,
+        )
         self._session.needed_from(self._pipeline.peek())
         # after the pipeline's: at exit it is called first, and wakes threads that wait for pages
         self._leave = weakref.finalize(self, _leave, session, os.getpid())

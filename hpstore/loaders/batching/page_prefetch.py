@@ -36,10 +36,13 @@ def everything(slabs: Mapping[int, PageMemory]) -> Iterator[PageFill]:
     counts = {number: len(slab.pages.start) for number, slab in slabs.items()}
     for first in range(0, max(counts.values(), default=0), CHUNK_PAGES):
         yield PageFill(
-            {n: np.arange(first, min(first + CHUNK_PAGES, count)) for n, count in counts.items()
-             if first < count},
+            {
+                n: np.arange(first, min(first + CHUNK_PAGES, count))
+                for n, count in counts.items()
+                if first < count
+            },
             NEVER,
-        )  # fmt: skip
+        )
 
 
 def in_windows(
@@ -140,9 +143,13 @@ class PagePrefetcher(Closing):
     """
 
     def __init__(
-        self, slabs: Mapping[int, PageMemory], fills: Iterator[PageFill], *, held: bool = False,
+        self,
+        slabs: Mapping[int, PageMemory],
+        fills: Iterator[PageFill],
+        *,
+        held: bool = False,
         filling: Stopwatch | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._slabs, self._fills = slabs, fills
         self._filling = filling or Stopwatch()
         self._begun, self._closed = threading.Event(), threading.Event()

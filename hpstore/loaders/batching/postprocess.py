@@ -47,19 +47,31 @@ class Finish:
     """What happens to each batch after reading, on the threads that make batches ahead."""
 
     def __init__(
-        self, *, collate_fn: Any, transform: Any, batch_transform: Any,
-        device: str | torch.device | Gpu | None, seed: int, on_error: str,
-        layout: torch.layout | None = None, processes: Processes | None = None, ring_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        collate_fn: Any,
+        transform: Any,
+        batch_transform: Any,
+        device: str | torch.device | Gpu | None,
+        seed: int,
+        on_error: str,
+        layout: torch.layout | None = None,
+        processes: Processes | None = None,
+        ring_bytes: int = 0,
+    ) -> None:
         if layout not in (None, torch.jagged):
             raise ConfigError(f"layout {layout}: torch.jagged, or None for values and offsets")
         if on_error not in ("raise", "skip"):
             raise ConfigError(f'on_error {on_error!r} is neither "raise" nor "skip"')
         self._skip = on_error == "skip"
         self._work = UserTransforms(
-            collate_fn=collate_fn, transform=transform, batch_transform=batch_transform,
-            seed=seed, nested=layout is not None, skip=self._skip,
-        )  # fmt: skip
+            collate_fn=collate_fn,
+            transform=transform,
+            batch_transform=batch_transform,
+            seed=seed,
+            nested=layout is not None,
+            skip=self._skip,
+        )
         self._workers: Workers | None = None
         if processes is not None and self._work.names:
             if layout is not None:
@@ -119,10 +131,15 @@ class Finish:
         nbytes = nbytes_of(batch)
         began = time.perf_counter()
         task = Task(
-            batch=batch, fields=session.fields, indices=indices, epoch=piece.epoch,
-            rows=range(len(indices)) if rows is None else rows, start=piece.start,
-            listed=piece.listed is not None, single=piece.single,
-        )  # fmt: skip
+            batch=batch,
+            fields=session.fields,
+            indices=indices,
+            epoch=piece.epoch,
+            rows=range(len(indices)) if rows is None else rows,
+            start=piece.start,
+            listed=piece.listed is not None,
+            single=piece.single,
+        )
         worked = self._work(task) if self._workers is None else self._workers.run(task)
         took = time.perf_counter() - began
         self.transform_seconds += took
@@ -167,12 +184,20 @@ class Finish:
         ring: dict[str, Any] = {}
         if self._transfer is not None and self._transfer.ring is not None:
             made = self._transfer.ring
-            ring = {"device_ring_bytes": made.made_bytes,
-                    "batches_outside_ring": made.outside_total}  # fmt: skip
-        return {"batches": self.batches_total, "samples": self.samples_total,
-                "bytes": self.bytes_total, "transform_seconds": self.transform_seconds,
-                "host_to_device_seconds": sent, "skipped_samples": self.skipped_total,
-                "worker_processes": self.processes, **ring}  # fmt: skip
+            ring = {
+                "device_ring_bytes": made.made_bytes,
+                "batches_outside_ring": made.outside_total,
+            }
+        return {
+            "batches": self.batches_total,
+            "samples": self.samples_total,
+            "bytes": self.bytes_total,
+            "transform_seconds": self.transform_seconds,
+            "host_to_device_seconds": sent,
+            "skipped_samples": self.skipped_total,
+            "worker_processes": self.processes,
+            **ring,
+        }
 
     def _readable(self, session: AnySession, piece: BatchPiece, indices: Indices) -> list[int]:
         """Rows of a piece that can be read, found one by one. Names what cannot, or counts it."""

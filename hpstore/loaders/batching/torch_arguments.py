@@ -80,8 +80,11 @@ def _require_one_order(
     """At most one of them decides the order."""
     if isinstance(dataset, torch.utils.data.IterableDataset):
         pipe = isinstance(dataset, torch.utils.data.IterDataPipe)  # takes shuffle
-        given = {"shuffle": None if pipe or shuffle in (False, None, "none") else shuffle,
-                 "sampler": sampler, "batch_sampler": batch_sampler}  # fmt: skip
+        given = {
+            "shuffle": None if pipe or shuffle in (False, None, "none") else shuffle,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+        }
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(
@@ -116,8 +119,11 @@ def _require_ours(loader: Any, collate_fn: Any) -> None:
         raise ConfigError(f"shard is {loader.shard!r}: True, or False to read everything on a rank")
     if loader.snapshot_every_n_steps is not None:
         whole_argument("snapshot_every_n_steps", loader.snapshot_every_n_steps, least=0)
-    functions = {"transform": loader.transform, "batch_transform": loader.batch_transform,
-                 "collate_fn": collate_fn}  # fmt: skip
+    functions = {
+        "transform": loader.transform,
+        "batch_transform": loader.batch_transform,
+        "collate_fn": collate_fn,
+    }
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} is a {type(function).__name__}, not a function")

@@ -148,8 +148,9 @@ def _falls_on(loader: Served, epoch: int, position: int) -> bool:
         return True
     _log.warning(
         "no batch of this loader ends at position %d, where the saved one stood: what workers keep "
-        "of a Stateful data set begins afresh", position,
-    )  # fmt: skip
+        "of a Stateful data set begins afresh",
+        position,
+    )
     return False
 
 

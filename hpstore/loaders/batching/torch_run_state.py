@@ -119,9 +119,10 @@ class Companions:
         batches = loader.batch_sampler
         found = [loader.sampler, getattr(batches, "sampler", None), batches]
         return [
-            one for number, one in enumerate(found)
+            one
+            for number, one in enumerate(found)
             if isinstance(one, RANDOM) and not any(one is other for other in found[:number])
-        ]  # fmt: skip
+        ]
 
     def saved(self, loader: Served, epoch: int, position: int, found: Any) -> dict[str, Any]:
         """For state_dict(): empty for most. `found`: torch's iterator of the loop under way."""

@@ -48,12 +48,21 @@ class UserTransforms:
     """The user's functions, with random numbers that depend on (seed, epoch, position) alone."""
 
     def __init__(
-        self, *, collate_fn: Any, transform: Any, batch_transform: Any, seed: int, nested: bool,
+        self,
+        *,
+        collate_fn: Any,
+        transform: Any,
+        batch_transform: Any,
+        seed: int,
+        nested: bool,
         skip: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`skip`: samples that `transform` fails for are left out, unless it never succeeds."""
-        given = {"collate_fn": collate_fn, "transform": transform,
-                 "batch_transform": batch_transform}  # fmt: skip
+        given = {
+            "collate_fn": collate_fn,
+            "transform": transform,
+            "batch_transform": batch_transform,
+        }
         self.names = [name for name, function in given.items() if function is not None]
         self._collate, self._seed, self._nested, self._skip = collate_fn, seed, nested, skip
         self._transform, self._batch_transform = transform, batch_transform
@@ -91,9 +100,7 @@ class UserTransforms:
                 self._worked = True
             except Exception as error:
                 where = f"position {task.start + row} of epoch {task.epoch}"
-                error.add_note(
-                    f"hpstore: in transform, of sample {task.indices[number]} ({where})"
-                )  # fmt: skip
+                error.add_note(f"hpstore: in transform, of sample {task.indices[number]} ({where})")
                 errors.append(error)
                 self._failures += 1
                 # the function's fault and no sample's: it has never worked, or these
@@ -143,9 +150,10 @@ def takes_rng(function: Callable[..., Any]) -> bool:
     """Whether a user's function wants a generator as its second argument."""
     try:
         wanted = [
-            p for p in inspect.signature(function).parameters.values()
+            p
+            for p in inspect.signature(function).parameters.values()
             if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
-        ]  # fmt: skip
+        ]
     except (TypeError, ValueError):  # builtins do not tell
         return False
     return len(wanted) >= 2

@@ -115,9 +115,11 @@ class Workers(Closing):
         ours, theirs = context.Pipe()
         own = np.random.SeedSequence([self._seed, number]).generate_state(1)[0]
         process = context.Process(
-            target=_main, args=(theirs, self._work, self._asked.init_fn, number, int(own)),
-            name=f"hpstore-loader-{number}", daemon=True,
-        )  # fmt: skip
+            target=_main,
+            args=(theirs, self._work, self._asked.init_fn, number, int(own)),
+            name=f"hpstore-loader-{number}",
+            daemon=True,
+        )
         try:
             process.start()
         except UNSENDABLE as error:

@@ -77,7 +77,7 @@ class Watch:
 
     def __init__(
         self, loader: Served, states: Sequence[Mapping[str, Any] | None], every: int
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.dataset: Any = loader.dataset
         self._iterable = isinstance(self.dataset, torch.utils.data.IterableDataset)
         self._collate: Callable[[Any], Any] = loader.collate_fn
@@ -186,9 +186,11 @@ class WorkerStates:
         """For Watch."""
         pairs = zip(self._states, self._since, strict=True)
         return [
-            None if state is None and not since else
-            {**dict.fromkeys(_SENT), **(state or {}), _SINCE: since} for state, since in pairs
-        ]  # fmt: skip
+            None
+            if state is None and not since
+            else {**dict.fromkeys(_SENT), **(state or {}), _SINCE: since}
+            for state, since in pairs
+        ]
 
     def saved(self) -> dict[str, Any] | None:
         """For the loader's state; None where workers cannot go on from it."""

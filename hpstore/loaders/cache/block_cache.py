@@ -44,11 +44,17 @@ class Cache(Closing):
     """
 
     def __init__(
-        self, memory_bytes: int | str, *, disk_path: str | os.PathLike[str] | None = None,
-        disk_bytes: int | str = 0, share: str | None = None, pin: Pin | None = None,
-        prefetch_threads: int = PREFETCH_THREADS, policy: MakePolicy = CachePolicy,
+        self,
+        memory_bytes: int | str,
+        *,
+        disk_path: str | os.PathLike[str] | None = None,
+        disk_bytes: int | str = 0,
+        share: str | None = None,
+        pin: Pin | None = None,
+        prefetch_threads: int = PREFETCH_THREADS,
+        policy: MakePolicy = CachePolicy,
         clock: Clock | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         memory_bytes = bytes_argument("memory_bytes", memory_bytes, least=1)
         disk_bytes = bytes_argument("disk_bytes", disk_bytes)
         whole_argument("prefetch_threads", prefetch_threads, least=0)
@@ -64,8 +70,16 @@ class Cache(Closing):
         listener = None if share is None else listen(share, MOST_CONNECTIONS, self._clock)
         if share is None or listener is not None:
             disk = None if disk_path is None else (os.fspath(disk_path), disk_bytes)
-            self._owned = _Owned(self._tally, memory_bytes, pin, disk, listener, policy,
-                                 prefetch_threads, self._clock)  # fmt: skip
+            self._owned = _Owned(
+                self._tally,
+                memory_bytes,
+                pin,
+                disk,
+                listener,
+                policy,
+                prefetch_threads,
+                self._clock,
+            )
 
     def attach(
         self, source: BlockSource, *, job: str | None = None, batch_blocks: int = 1
@@ -125,9 +139,16 @@ class _Owned(Closing):
     """What the process has that owns a cache."""
 
     def __init__(
-        self, tally: CacheTally, memory_bytes: int, pin: Pin | None, disk: tuple[str, int] | None,
-        listener: socket.socket | None, policy: MakePolicy, threads: int, clock: Clock,
-    ) -> None:  # fmt: skip
+        self,
+        tally: CacheTally,
+        memory_bytes: int,
+        pin: Pin | None,
+        disk: tuple[str, int] | None,
+        listener: socket.socket | None,
+        policy: MakePolicy,
+        threads: int,
+        clock: Clock,
+    ) -> None:
         self.core = Core(tally, clock)
         with ExitStack() as undo:
             if listener is not None:

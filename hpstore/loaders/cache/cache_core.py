@@ -356,9 +356,11 @@ class Core:
             stock.marks[blocks] |= FETCHED
             stock.pace.add(nbytes, seconds)
         self.tally.add(
-            source_reads_total=1, source_blocks=len(blocks), source_bytes=nbytes,
+            source_reads_total=1,
+            source_blocks=len(blocks),
+            source_bytes=nbytes,
             source_again_bytes=bytes_of(stock.sizes, before),
-        )  # fmt: skip
+        )
 
     @contextmanager
     def demand(self) -> Iterator[None]:
@@ -385,9 +387,10 @@ class Core:
         stock.first[blocks] = NO_PAGE
         unused = stock.clear_ahead(blocks)
         self.tally.add(
-            evicted_total=len(blocks), prefetch_wasted_total=len(unused),
+            evicted_total=len(blocks),
+            prefetch_wasted_total=len(unused),
             prefetch_wasted_bytes=bytes_of(stock.sizes, unused),
-        )  # fmt: skip
+        )
         if stock.disk is not None and len(blocks):
             spilt = self._spill(stock, stock.disk, blocks, heads)
             blocks, heads = blocks[~spilt], heads[~spilt]
@@ -407,9 +410,11 @@ class Core:
     def _offer(self, stock: SourceState, part: DiskPart, blocks: Int64s, limit_bytes: int) -> Taken:
         """Which blocks the disk takes, the soonest first."""
         return part.offer(
-            blocks, self.uses_beside_memory(stock, blocks), limit_bytes,
+            blocks,
+            self.uses_beside_memory(stock, blocks),
+            limit_bytes,
             lambda others: self.uses_beside_memory(stock, others),
-        )  # fmt: skip
+        )
 
     def _spill(self, stock: SourceState, part: DiskPart, blocks: Int64s, heads: Int32s) -> Bools:
         """Which of the evicted blocks keep their pages until they are on the disk."""
@@ -427,9 +432,14 @@ class Core:
         return taken.take
 
     def _write_evicted(
-        self, stock: SourceState, part: DiskPart, room: Room, blocks: Int64s, heads: Int32s,
+        self,
+        stock: SourceState,
+        part: DiskPart,
+        room: Room,
+        blocks: Int64s,
+        heads: Int32s,
         drop: list[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """On the thread that writes: take evicted blocks out of their pages, then write them."""
         sizes = sizes_of(stock.sizes, blocks)
         data = [np.empty(size, np.uint8) for size in sizes.tolist()]

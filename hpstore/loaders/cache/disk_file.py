@@ -173,9 +173,13 @@ def _header(source: BlockSource) -> bytes:
     sizes = source.sizes
     shape = str(sizes) if isinstance(sizes, int) else xxhash.xxh3_128_hexdigest(sizes.tobytes())
     facts = {
-        "magic": "hpstore cache table", "format": FORMAT, "name": source.name,
-        "identity": source.identity, "blocks": source.block_count, "sizes": shape,
-    }  # fmt: skip
+        "magic": "hpstore cache table",
+        "format": FORMAT,
+        "name": source.name,
+        "identity": source.identity,
+        "blocks": source.block_count,
+        "sizes": shape,
+    }
     text = json.dumps(facts).encode()
     if len(text) > HEADER_BYTES:
         facts["name"] = ""

@@ -139,8 +139,11 @@ class DiskTier(Closing):
         if self.tally.first("disk_failed_total"):
             _log.warning(
                 "the cache's disk tier %s %s (%s): going on without it. No data is lost; blocks "
-                "are read from their source.", self.path, what, error,
-            )  # fmt: skip
+                "are read from their source.",
+                self.path,
+                what,
+                error,
+            )
 
     def refuse(self, error: OSError) -> None:
         """A write failed: full disks get less, others no more writes."""
@@ -151,16 +154,18 @@ class DiskTier(Closing):
             if self.tally.first("disk_full_total"):
                 _log.warning(
                     "the disk of the cache's tier %s is full at %s: it takes no more than that",
-                    self.path, format_bytes(used),
-                )  # fmt: skip
+                    self.path,
+                    format_bytes(used),
+                )
             return
         for part in self._parts.values():
             part.limit_bytes = 0
         if self.tally.first("disk_write_error_total"):
             _log.warning(
                 "the cache's disk tier %s cannot be written (%s): what it holds is still used",
-                self.path, error,
-            )  # fmt: skip
+                self.path,
+                error,
+            )
 
     def read(self, part: DiskPart, blocks: Int64s) -> list[Bytes | None]:
         """Blocks, None for those that cannot be had; never raises what a disk may raise."""
@@ -257,8 +262,10 @@ class DiskPart:
         if self.tier.tally.first("disk_mismatch_total"):
             _log.warning(
                 "block %d of the cache's disk tier %s does not match its checksum: it is read from "
-                "its source", blocks[0], self.file.stem,
-            )  # fmt: skip
+                "its source",
+                blocks[0],
+                self.file.stem,
+            )
         self.tier.tally.add(disk_mismatch_total=len(blocks) - 1)
         self.drop(blocks)
 
@@ -420,6 +427,9 @@ def _try_out(path: str) -> None:
 
 def _lane(workers: int) -> Scheduler:
     return Scheduler(
-        workers_per_device=workers, queue_depth=4096, compute_threads=1, threads=True,
+        workers_per_device=workers,
+        queue_depth=4096,
+        compute_threads=1,
+        threads=True,
         stuck_seconds=DEADLINE_SECONDS,
-    )  # fmt: skip
+    )

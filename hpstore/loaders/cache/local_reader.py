@@ -77,16 +77,20 @@ class Attached(Closing):
         if self._pid != os.getpid():
             self._core.tally.renew()
         if self._core.tally.first("passed_by_total"):
-            _log.warning("%s is read without its cache from now on (%s)", self._source.name, (
-                "in a forked process" if self._pid != os.getpid()
-                else "the cache is closed" if self._core.closed
-                else "another data set has taken its place"
-            ))  # fmt: skip
+            _log.warning(
+                "%s is read without its cache from now on (%s)",
+                self._source.name,
+                (
+                    "in a forked process"
+                    if self._pid != os.getpid()
+                    else "the cache is closed"
+                    if self._core.closed
+                    else "another data set has taken its place"
+                ),
+            )
         return True
 
-    def _read_missing(
-        self, asked: Asked, blocks: Int64s, targets: Targets, good: Bools
-    ) -> None:  # fmt: skip
+    def _read_missing(self, asked: Asked, blocks: Int64s, targets: Targets, good: Bools) -> None:
         """What was not in memory: fetched here, by others, or overwritten during the copy."""
         core = self._core
         if asked.fetch:
@@ -116,9 +120,11 @@ class Attached(Closing):
             raise
         missed = int(sizes[left].sum())
         core.tally.add(
-            miss_total=len(left), miss_bytes=missed, disk_hit_total=len(wanted) - len(left),
+            miss_total=len(left),
+            miss_bytes=missed,
+            disk_hit_total=len(wanted) - len(left),
             disk_hit_bytes=int(sizes.sum()) - missed,
-        )  # fmt: skip
+        )
         fetched = [
             Fetched(block, flight, data)
             for (_, block, flight), data in zip(asked.fetch, mine, strict=True)

@@ -109,8 +109,9 @@ def listen(name: str, most_connections: int, clock: Clock) -> socket.socket | No
             if _is_ours(name, turn, clock):
                 made.close()
                 return None
-            _log.warning("another user has taken an address of the shared cache %r: passed over",
-                         name)  # fmt: skip
+            _log.warning(
+                "another user has taken an address of the shared cache %r: passed over", name
+            )
         else:
             made.listen(most_connections)
             return made
@@ -145,9 +146,11 @@ def check_peer(connection: socket.socket) -> None:
 
 
 def send(
-    connection: socket.socket, facts: dict[str, Any], parts: Sequence[Bytes] = (),
+    connection: socket.socket,
+    facts: dict[str, Any],
+    parts: Sequence[Bytes] = (),
     fds: Sequence[int] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Send one message. Raises Lost."""
     text = json.dumps(facts).encode()
     length = sum(part.nbytes for part in parts)

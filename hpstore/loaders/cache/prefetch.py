@@ -55,11 +55,13 @@ class Prefetcher(Closing):
         """`chore`: something to be done every CHORE_SECONDS, beside all this."""
         threads_made = [
             threading.Thread(
-                target=_work, args=(core, chore if number == 0 else None),
-                name=f"hpstore-cache-{number}", daemon=True,
+                target=_work,
+                args=(core, chore if number == 0 else None),
+                name=f"hpstore-cache-{number}",
+                daemon=True,
             )
             for number in range(threads)
-        ]  # fmt: skip
+        ]
         self._threads = start_some(threads_made)
         self._stop = weakref.finalize(self, _stop, core, self._threads, os.getpid())
 

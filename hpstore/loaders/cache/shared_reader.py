@@ -58,10 +58,14 @@ class SharedAttached(Closing):
         self._others: list[socket.socket] = []
         self._told = 0  # messages about what comes: requests count after them
         facts = {
-            "op": "attach", "name": source.name, "identity": source.identity, "job": job,
-            "blocks": source.block_count, "batch": batch_blocks,
+            "op": "attach",
+            "name": source.name,
+            "identity": source.identity,
+            "job": job,
+            "blocks": source.block_count,
+            "batch": batch_blocks,
             "sizes": source.sizes if isinstance(source.sizes, int) else 0,
-        }  # fmt: skip
+        }
         table = () if isinstance(source.sizes, int) else (as_bytes(source.sizes),)
         self._main = connect(name)
         try:
@@ -118,9 +122,13 @@ class SharedAttached(Closing):
         return where.pages.copy(where.pages.find(where.first, blocks), sizes, targets)
 
     def _ask(
-        self, connection: socket.socket, blocks: Int64s, sizes: Int64s, targets: Targets,
+        self,
+        connection: socket.socket,
+        blocks: Int64s,
+        sizes: Int64s,
+        targets: Targets,
         left: Int64s,
-    ) -> Int64s:  # fmt: skip
+    ) -> Int64s:
         """What is missing, fetched here, from the owner or by others; what is still missing."""
         send(connection, {"op": "ask", "told": self._told}, [as_bytes(blocks)])
         answer = receive(connection)
@@ -139,9 +147,10 @@ class SharedAttached(Closing):
         here = here[self._copy(blocks[here], sizes[here], [targets[i] for i in here.tolist()])]
         done = {*np.flatnonzero(states == INLINE).tolist(), *mine.tolist(), *here.tolist()}
         self._tally.add(
-            disk_hit_total=int((states == INLINE).sum()), miss_total=len(mine),
+            disk_hit_total=int((states == INLINE).sum()),
+            miss_total=len(mine),
             miss_bytes=int(sizes[mine].sum()),
-        )  # fmt: skip
+        )
         by_block = {int(blocks[i]): i for i in done}
         if (states == LATE).any():
             send(connection, {"op": "wait"})
@@ -163,9 +172,13 @@ class SharedAttached(Closing):
         return np.array([i for i in left.tolist() if i not in done], np.int64)
 
     def _fetch(
-        self, connection: socket.socket, blocks: Int64s, targets: Targets, mine: Int64s,
+        self,
+        connection: socket.socket,
+        blocks: Int64s,
+        targets: Targets,
+        mine: Int64s,
         keep: Bools,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Read what this process is to fetch; the owner gets the bytes that are to be kept."""
         rows: Sequence[Bytes] = [targets[i] for i in mine.tolist()]
         try:
@@ -228,8 +241,10 @@ class SharedAttached(Closing):
         if self._tally.first("owner_lost_total"):
             _log.warning(
                 "the shared cache %r is gone (%s): reading without it from now on. No data is "
-                "lost.", self._name, error,
-            )  # fmt: skip
+                "lost.",
+                self._name,
+                error,
+            )
 
     def expect(self, epoch: int, blocks: Int64s | None) -> None:
         """As Attached.expect."""

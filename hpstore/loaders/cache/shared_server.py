@@ -152,10 +152,17 @@ class _Peer:
         self._asked: Asked | None = None
         self._open: list[tuple[int, BlockFetch]] = []  # flights that the peer is to end
         self._answers: dict[str, Callable[[Message], None]] = {
-            "attach": self._attach, "join": self._join, "layout": self._layout, "note": self._note,
-            "ask": self._ask, "land": self._land, "wait": self._wait, "expect": self._expect,
-            "drawn": self._drawn, "begin": self._begin,
-        }  # fmt: skip
+            "attach": self._attach,
+            "join": self._join,
+            "layout": self._layout,
+            "note": self._note,
+            "ask": self._ask,
+            "land": self._land,
+            "wait": self._wait,
+            "expect": self._expect,
+            "drawn": self._drawn,
+            "begin": self._begin,
+        }
 
     def answer(self, message: Message) -> None:
         """Do what a message asks for. Raises Lost."""
@@ -208,10 +215,13 @@ class _Peer:
                 names = ("data", "pages", f"first{stock.number}")
                 fds = [os.dup(memory.fds[name]) for name in names]
                 facts = {
-                    "stock": stock.number, "job": self._job.number, "pages": pages.page_count,
-                    "page_bytes": pages.page_bytes, "data_bytes": len(memory.data),
+                    "stock": stock.number,
+                    "job": self._job.number,
+                    "pages": pages.page_count,
+                    "page_bytes": pages.page_bytes,
+                    "data_bytes": len(memory.data),
                     "layout": self._core.layout,
-                }  # fmt: skip
+                }
         try:
             send(self._connection, facts, fds=fds)
         finally:

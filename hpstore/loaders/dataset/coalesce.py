@@ -46,9 +46,13 @@ def plan_spans(shard: Int32s, start: Int64s, length: Int64s, gap: int = GAP_BYTE
     position = np.empty(len(order), np.int64)
     position[order] = target[span] + starts - low[span]
     return Spans(
-        shard=shards[first], start=low, end=high, target=target[:-1], position=position,
+        shard=shards[first],
+        start=low,
+        end=high,
+        target=target[:-1],
+        position=position,
         total=int(target[-1]),
-    )  # fmt: skip
+    )
 
 
 def read_spans(reader: PooledReader, spans: Spans, shard: int, buffer: Bytes) -> None:

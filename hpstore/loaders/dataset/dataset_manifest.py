@@ -52,9 +52,12 @@ class StreamShards:
     def to_json(self) -> dict[str, Any]:
         """For a manifest."""
         return {
-            "unit_bytes": self.unit_bytes, "rows": list(self.rows), "payload": list(self.payload),
-            "side": list(self.side), "pages": self.pages,
-        }  # fmt: skip
+            "unit_bytes": self.unit_bytes,
+            "rows": list(self.rows),
+            "payload": list(self.payload),
+            "side": list(self.side),
+            "pages": self.pages,
+        }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> StreamShards:
@@ -82,10 +85,13 @@ class DatasetPart:
     def to_json(self) -> dict[str, Any]:
         """For a manifest."""
         return {
-            "nonce": self.nonce, "rows": self.rows, "content": self.content,
-            "streams": [stream.to_json() for stream in self.streams], "cuts": list(self.cuts),
+            "nonce": self.nonce,
+            "rows": self.rows,
+            "content": self.content,
+            "streams": [stream.to_json() for stream in self.streams],
+            "cuts": list(self.cuts),
             "columns": {column: list(hashes) for column, hashes in self.columns.items()},
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> DatasetPart:

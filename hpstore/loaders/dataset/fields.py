@@ -24,8 +24,22 @@ MAX_NAME_BYTES = 255
 Array = npt.NDArray[Any]
 Value = torch.Tensor | bytes | str
 
-_NUMBERS = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
-            "float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
+_NUMBERS = (
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+)
 BFLOAT16 = "bfloat16"
 DTYPES = (*_NUMBERS, BFLOAT16, "bytes", "str")
 

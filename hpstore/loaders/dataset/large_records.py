@@ -31,9 +31,13 @@ class Records(Protocol):
     def pool(self) -> Pool: ...
 
     def read_rows(
-        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
-        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
-    ) -> bool: ...  # fmt: skip
+        self,
+        stream: Stream,
+        indices: Int64s,
+        rows: Sequence[Bytes],
+        addresses: Int64s | None = None,
+        room: Sequence[Bytes] | None = None,
+    ) -> bool: ...
 
     def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]: ...
 
@@ -70,9 +74,12 @@ def _steps(lengths: Int64s) -> Int64s:
 
 
 def read_parts(
-    data: Records, stream: Stream, indices: Int64s, lengths: Int64s,
+    data: Records,
+    stream: Stream,
+    indices: Int64s,
+    lengths: Int64s,
     read: ReadRows | None = None,
-) -> Iterator[tuple[slice, list[Bytes]]]:  # fmt: skip
+) -> Iterator[tuple[slice, list[Bytes]]]:
     """Verified records of n samples, `lengths` (n,): which of them, and views of each.
 
     The views are good until the next are asked for. `read`: in the place of data.read_rows.

@@ -137,8 +137,9 @@ class OpenShards(Closing):
             _log.warning(
                 "shards are opened again and again: there are %d, and a thread keeps %d open, an "
                 "eighth of what this process may (ulimit -n, its hard limit): raise that",
-                self._objects, self.limit,
-            )  # fmt: skip
+                self._objects,
+                self.limit,
+            )
 
     def _shared(self, keys: list[str], make: Make) -> dict[str, PooledReader | Exception]:
         """Readers for this thread over files that those of all threads share."""

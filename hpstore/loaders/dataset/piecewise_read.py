@@ -22,9 +22,12 @@ Target = tuple[int, Bytes]  # bytes of the record from its byte `first` on, and 
 
 
 def read_large(
-    open_shard: Callable[[int], PooledReader], stream: Stream,
-    pages: Callable[[], PageTable], place: Locations, targets: Sequence[Target],
-) -> bool:  # fmt: skip
+    open_shard: Callable[[int], PooledReader],
+    stream: Stream,
+    pages: Callable[[], PageTable],
+    place: Locations,
+    targets: Sequence[Target],
+) -> bool:
     """Read one record, of a single `place`, into `targets`; whether it matches its checksum.
 
     Memory: the pool's windows, or a page. Raises what reading raises.

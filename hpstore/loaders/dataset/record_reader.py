@@ -233,9 +233,13 @@ class StoredData(Closing):
             length = stream.record.ragged_starts(ragged)[:, -1]
             check_places(stream, shard, start, length, f"data set {self.name!r}")
         return Locations(
-            shard=shard.astype(np.int32), start=start, length=length, checksum=checksum,
-            page=stream.page_of(shard, start, length), ragged=ragged,
-        )  # fmt: skip
+            shard=shard.astype(np.int32),
+            start=start,
+            length=length,
+            checksum=checksum,
+            page=stream.page_of(shard, start, length),
+            ragged=ragged,
+        )
 
     def _check_range(self, rows: Int64s) -> None:
         check_range(rows, len(self), f"data set {self.name!r}")
@@ -250,9 +254,11 @@ class StoredData(Closing):
     def _make_pages(self, stream: Stream) -> PageTable:
         tables = self._page_tables(stream)  # first: they are as long as the pages are many
         check_pages(
-            stream, tables, lambda shard: self.pool.stat(self.shard_key(stream, shard)).size,
+            stream,
+            tables,
+            lambda shard: self.pool.stat(self.shard_key(stream, shard)).size,
             f"data set {self.name!r}",
-        )  # fmt: skip
+        )
         return make_pages(stream, tables)
 
     def _page_tables(self, stream: Stream) -> list[Table]:
@@ -380,9 +386,13 @@ class StoredData(Closing):
         return self.read_records(stream, indices)[0]
 
     def read_rows(
-        self, stream: Stream, indices: Int64s, rows: Sequence[Bytes],
-        addresses: Int64s | None = None, room: Sequence[Bytes] | None = None,
-    ) -> bool:  # fmt: skip
+        self,
+        stream: Stream,
+        indices: Int64s,
+        rows: Sequence[Bytes],
+        addresses: Int64s | None = None,
+        room: Sequence[Bytes] | None = None,
+    ) -> bool:
         """Verified records of n samples into rows[i], each as long as its record, where it can be
         straight from the devices. `addresses`: where they begin, when that is known; `room`: as
         Scatter has it.
@@ -399,10 +409,11 @@ class StoredData(Closing):
                     continue  # a part by itself
                 part = slice(first, last)
                 scatter = Scatter(
-                    rows[part], partial(matches, places.checksum[part].tolist()),
+                    rows[part],
+                    partial(matches, places.checksum[part].tolist()),
                     None if addresses is None else addresses[part],
                     None if room is None else room[part],
-                )  # fmt: skip
+                )
                 found = self._run_scatter(stream, scatter, places.shard[part], places.start[part])
                 if found.late:
                     self.pool.metrics.count("records_abandoned_total", len(indices))

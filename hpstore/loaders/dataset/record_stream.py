@@ -124,10 +124,14 @@ def make_stream(
         (part.nonce, index, rows, payload, side)
         for part in parts
         for index, (rows, payload, side) in enumerate(
-            zip(part.streams[number].rows, part.streams[number].payload,
-                part.streams[number].side, strict=True)
+            zip(
+                part.streams[number].rows,
+                part.streams[number].payload,
+                part.streams[number].side,
+                strict=True,
+            )
         )
-    ]  # fmt: skip
+    ]
     return Stream(
         number=number,
         name=name,
@@ -159,9 +163,13 @@ def make_pages(stream: Stream, tables: Sequence[npt.NDArray[Any]]) -> PageTable:
         ends = np.concatenate([[0], np.cumsum(-(-stored_length // 4096) * 4096)])
         stored_start = ends[:-1] - ends[stream.page_starts[:-1]][shards]
     return PageTable(
-        shard=shards, start=start, length=length, first_sample=first.astype(np.int64),
-        stored_start=stored_start, stored_length=stored_length,
-    )  # fmt: skip
+        shard=shards,
+        start=start,
+        length=length,
+        first_sample=first.astype(np.int64),
+        stored_start=stored_start,
+        stored_length=stored_length,
+    )
 
 
 def stripe_firsts(stream: Stream, pages: PageTable) -> Int64s:

@@ -130,9 +130,12 @@ class FixedShard:
         pages = -(-self.full_rows // per_page)
         inner = np.empty((1, *made.inner_shape), made.storage).strides[1:]
         target: Array = np.ndarray(
-            (pages, per_page, *made.inner_shape), made.storage, self._buffer.data,
-            self.record.offsets[name], (plan.unit_bytes, plan.stride, *inner),
-        )  # fmt: skip
+            (pages, per_page, *made.inner_shape),
+            made.storage,
+            self._buffer.data,
+            self.record.offsets[name],
+            (plan.unit_bytes, plan.stride, *inner),
+        )
         at, done = self.rows, 0
         while done < len(values):
             page, slot = divmod(at, per_page)
@@ -159,9 +162,14 @@ class FixedShard:
             at = _append(buffer, at, zarr_index(starts, self.record.fields[name].row_bytes))
         self._buffer, self.rows = None, 0
         return FullShard(
-            rows=rows, data=buffer[:at], payload_bytes=size, buffer=buffer, starts=None,
-            checksums=self._checksums[:rows].copy(), lengths=None,
-        )  # fmt: skip
+            rows=rows,
+            data=buffer[:at],
+            payload_bytes=size,
+            buffer=buffer,
+            starts=None,
+            checksums=self._checksums[:rows].copy(),
+            lengths=None,
+        )
 
 
 def _append(buffer: Bytes, at: int, data: bytes) -> int:
@@ -241,9 +249,13 @@ class RaggedShard:
             offsets = starts + self.record.offsets[name]
             at = _append(buffer, at, zarr_index(offsets, self.record.fields[name].row_bytes))
         full = FullShard(
-            rows=len(starts), data=buffer[:at], payload_bytes=size, buffer=buffer,
-            checksums=np.array(self._checksums, np.uint64), starts=starts.astype(np.uint64),
+            rows=len(starts),
+            data=buffer[:at],
+            payload_bytes=size,
+            buffer=buffer,
+            checksums=np.array(self._checksums, np.uint64),
+            starts=starts.astype(np.uint64),
             lengths=np.concatenate(self._lengths).astype(np.uint32),
-        )  # fmt: skip
+        )
         self._reset()
         return full

@@ -55,9 +55,13 @@ class DirectRead:
     """
 
     def __init__(
-        self, gpu: Gpu, arena: DirectArena, landing: ArenaLayout, plan: FixedPlan,
+        self,
+        gpu: Gpu,
+        arena: DirectArena,
+        landing: ArenaLayout,
+        plan: FixedPlan,
         columns: list[DirectColumn | Exception],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gpu, self._arena, self._landing, self._plan = gpu, arena, landing, plan
         self._columns = columns
         self._began = time.perf_counter()

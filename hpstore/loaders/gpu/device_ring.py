@@ -81,8 +81,10 @@ class DeviceRing:
                 _log.warning(
                     "the ring of %d MiB for batches on the GPU is in use, or too small for one of "
                     "%d MiB: further ones come from torch's allocator. Drop batches, or raise "
-                    "GpuTransfer.ring_bytes.", self.limit_bytes // MIB, needed // MIB,
-                )  # fmt: skip
+                    "GpuTransfer.ring_bytes.",
+                    self.limit_bytes // MIB,
+                    needed // MIB,
+                )
             return None
         if slot.fence is not None:
             self._gpu.behind(slot.fence)

@@ -63,9 +63,13 @@ class DirectAccess(Closing):
     """
 
     def __init__(
-        self, gpu: Gpu, *, arena_bytes: int, always: bool = False,
+        self,
+        gpu: Gpu,
+        *,
+        arena_bytes: int,
+        always: bool = False,
         config: ChoiceConfig | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._gpu, self._always, self._arena_bytes = gpu, always, arena_bytes
         self._choice = PathChoice(config or ChoiceConfig())
         self._totals = Totals()
@@ -110,10 +114,12 @@ class DirectAccess(Closing):
                 if reason is not None:
                     self._refuse(device, reason)
             _log.info(
-                "reads of %s go %s", url,
-                "straight to the GPU where that is faster" if reason is None
+                "reads of %s go %s",
+                url,
+                "straight to the GPU where that is faster"
+                if reason is None
                 else f"to the GPU over pinned memory: {reason}",
-            )  # fmt: skip
+            )
 
     def _obstacle(self, url: str) -> str | None:
         try:
@@ -155,9 +161,14 @@ class DirectAccess(Closing):
     # --- a batch ----------------------------------------------------------------------------
 
     def batch(
-        self, data: StoredData, stream: Stream, indices: Int64s, places: Locations,
-        host: Callable[[Int64s], Rows], fields: Callable[[torch.Tensor], Rows],
-    ) -> Rows:  # fmt: skip
+        self,
+        data: StoredData,
+        stream: Stream,
+        indices: Int64s,
+        places: Locations,
+        host: Callable[[Int64s], Rows],
+        fields: Callable[[torch.Tensor], Rows],
+    ) -> Rows:
         """The fields of records of one size, in this order.
 
         On the GPU, made on its side stream, unless no record of them can be read directly: then
@@ -263,13 +274,19 @@ class DirectAccess(Closing):
             _log.warning(
                 "a batch of %d MiB has no room in %d MiB of GPU memory for direct reads, and is "
                 "read over pinned memory; raise GpuTransfer.arena_bytes",
-                wanted // MIB, room // MIB,
-            )  # fmt: skip
+                wanted // MIB,
+                room // MIB,
+            )
 
     def _land(
-        self, flight: DirectRead | None, give: Callable[[], None], deadline_seconds: float,
-        checksum: UInt64s, *, exact: bool,
-    ) -> DirectResult | None:  # fmt: skip
+        self,
+        flight: DirectRead | None,
+        give: Callable[[], None],
+        deadline_seconds: float,
+        checksum: UInt64s,
+        *,
+        exact: bool,
+    ) -> DirectResult | None:
         """What came of the reads; None when the GPU would not take them."""
         if flight is None:
             return None
@@ -308,17 +325,21 @@ class DirectAccess(Closing):
                     self._refused.setdefault(device, reason)
                     _log.warning(
                         "reads of %s go to the GPU over pinned memory from here on: %s",
-                        self._urls.get(device, device), reason,
-                    )  # fmt: skip
+                        self._urls.get(device, device),
+                        reason,
+                    )
             for device, seconds in found.seconds.items():
                 if found.nbytes.get(device) and seconds > 0:
                     self._choice.record(device, Way.DIRECT, found.nbytes[device], seconds)
             self._say()
 
     def _over_host(
-        self, host: Callable[[Int64s], Rows], rows: Int64s, parts: Sequence[ColumnPart],
+        self,
+        host: Callable[[Int64s], Rows],
+        rows: Int64s,
+        parts: Sequence[ColumnPart],
         ways: Mapping[str, Way],
-    ) -> Rows:  # fmt: skip
+    ) -> Rows:
         """Rows over host memory, measured for the devices that they were to come from."""
         began = time.perf_counter()
         made = self._uploaded(host(rows))
@@ -343,10 +364,13 @@ class DirectAccess(Closing):
                 self._chosen[figures.device] = figures.chosen
                 if figures.device not in self._refused:
                     _log.info(
-                        "reads of %s go %s: %s", self._urls.get(figures.device, figures.device),
-                        "straight to the GPU" if figures.chosen is Way.DIRECT
-                        else "to the GPU over pinned memory", figures.reason,
-                    )  # fmt: skip
+                        "reads of %s go %s: %s",
+                        self._urls.get(figures.device, figures.device),
+                        "straight to the GPU"
+                        if figures.chosen is Way.DIRECT
+                        else "to the GPU over pinned memory",
+                        figures.reason,
+                    )
 
     def _uploaded(self, rows: Rows) -> Rows:
         with self._gpu.side():
@@ -387,13 +411,17 @@ class DirectAccess(Closing):
                 state = "on" if self._urls.keys() - self._refused.keys() else "off"
             totals = self._totals
             return {
-                "state": state, "records": totals.direct, "records_pinned": totals.pinned,
-                "records_fallen_back": totals.fallen_back, "units_decoded": totals.decoded,
-                "records_mismatched": totals.mismatched, "hung_reads": totals.hung_reads,
+                "state": state,
+                "records": totals.direct,
+                "records_pinned": totals.pinned,
+                "records_fallen_back": totals.fallen_back,
+                "units_decoded": totals.decoded,
+                "records_mismatched": totals.mismatched,
+                "hung_reads": totals.hung_reads,
                 "batches_without_room": totals.no_room,
                 "refused": {self._urls[d]: why for d, why in self._refused.items()},
                 "devices": figures,
-            }  # fmt: skip
+            }
 
     @property
     def held_bytes(self) -> int:

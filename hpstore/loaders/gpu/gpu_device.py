@@ -137,9 +137,11 @@ class _Lent:
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory  # kept
         self.__cuda_array_interface__ = {
-            "shape": (memory.numel(),), "typestr": "|u1", "version": 2,
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "version": 2,
             "data": (memory.data_ptr(), False),
-        }  # fmt: skip
+        }
 
 
 class CudaGpu:

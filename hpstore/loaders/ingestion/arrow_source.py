@@ -128,8 +128,12 @@ class ArrowTables(BlockwiseSource):
                     rows = _samples(batch, columns)
                     for row, (sample, problem) in enumerate(rows, number):
                         if row >= start:
-                            yield SourceItem(name=f"{name} row {row}", origin=origin | row,
-                                       sample=sample, problem=problem)  # fmt: skip
+                            yield SourceItem(
+                                name=f"{name} row {row}",
+                                origin=origin | row,
+                                sample=sample,
+                                problem=problem,
+                            )
                 number += batch.num_rows
         except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
             problem = f"it cannot be read past row {number}: {_line(error)}"
@@ -163,11 +167,14 @@ def _columns(file: Path, names: Sequence[str], types: Sequence[Any]) -> dict[str
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     """The first few, for a message."""
     found = [
-        f"it has {name!r}" if name not in ours else
-        f"it lacks {name!r}" if name not in theirs else
-        f"{name!r} is {theirs[name]}, not {ours[name]}"
-        for name in dict.fromkeys([*ours, *theirs]) if ours.get(name) != theirs.get(name)
-    ]  # fmt: skip
+        f"it has {name!r}"
+        if name not in ours
+        else f"it lacks {name!r}"
+        if name not in theirs
+        else f"{name!r} is {theirs[name]}, not {ours[name]}"
+        for name in dict.fromkeys([*ours, *theirs])
+        if ours.get(name) != theirs.get(name)
+    ]
     return ", ".join(found[:4])
 
 

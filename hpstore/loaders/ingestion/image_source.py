@@ -44,9 +44,12 @@ class ImageFolder(IndexedSource):
     threads = 16
 
     def __init__(
-        self, root: str | os.PathLike[str], *, extensions: Iterable[str] = EXTENSIONS,
+        self,
+        root: str | os.PathLike[str],
+        *,
+        extensions: Iterable[str] = EXTENSIONS,
         check: bool = True,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.where = printable(str(root))
         self._root, self._check = Path(root), check
         self._extensions = frozenset(e.lower() for e in extensions)
@@ -73,9 +76,12 @@ class ImageFolder(IndexedSource):
             )
 
     def _scan(
-        self, folder: Path, inside: str, above: tuple[tuple[int, int], ...],
+        self,
+        folder: Path,
+        inside: str,
+        above: tuple[tuple[int, int], ...],
         facts: list[tuple[int, int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Collect the images of a folder and of those in it, following links but no loops."""
         here = folder.stat()
         if (here.st_dev, here.st_ino) in above:
@@ -193,8 +199,9 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         with os.scandir(folder) as found:
             return sorted(found, key=lambda entry: entry.name)
     except OSError as error:
-        raise IngestError(f"{folder} cannot be listed: {error.strerror}. Nothing was written.") \
-            from error  # fmt: skip
+        raise IngestError(
+            f"{folder} cannot be listed: {error.strerror}. Nothing was written."
+        ) from error
 
 
 def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:

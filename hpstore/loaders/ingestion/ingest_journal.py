@@ -53,12 +53,17 @@ class Progressed:
         """A sealed record."""
         return seal(
             {
-                "kind": KIND, "format": FORMAT, "source": self.source, "plan": dict(self.plan),
-                "place": self.place.to_json(), "parts": [part.to_json() for part in self.parts],
+                "kind": KIND,
+                "format": FORMAT,
+                "source": self.source,
+                "plan": dict(self.plan),
+                "place": self.place.to_json(),
+                "parts": [part.to_json() for part in self.parts],
                 "skipped": [[s.name, s.origin, s.problem] for s in self.skipped],
-                "bytes": self.nbytes, "writing": list(self.writing),
+                "bytes": self.nbytes,
+                "writing": list(self.writing),
             }
-        )  # fmt: skip
+        )
 
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Self:
@@ -105,9 +110,11 @@ class Journal:
         """
         try:
             info = self._pool.put(
-                self._key, progressed.encode(),
-                if_absent=self._version is None, if_version=self._version,
-            )  # fmt: skip
+                self._key,
+                progressed.encode(),
+                if_absent=self._version is None,
+                if_version=self._version,
+            )
         except VersionConflict as error:
             raise IngestError(
                 f"another process ingests data set {self._name!r}: this one stops, that one goes on"

@@ -32,8 +32,11 @@ class Arrays(IndexedSource):
         self, arrays: Mapping[str, Array], *, where: str = "arrays", files: Sequence[Path] = ()
     ) -> None:
         self.where, self._files = where, files
-        self._arrays = {part: array for name, whole in arrays.items()
-                        for part, array in _columns(name, whole).items()}  # fmt: skip
+        self._arrays = {
+            part: array
+            for name, whole in arrays.items()
+            for part, array in _columns(name, whole).items()
+        }
         lengths = {name: _length(name, array, where) for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             said = ", ".join(f"{name} {count}" for name, count in lengths.items())

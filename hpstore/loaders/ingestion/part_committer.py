@@ -71,14 +71,23 @@ class PartsWriter:
             width = target.pool.data + target.pool.parity
             check_unit(target.pool.config, width, target.unit_bytes)
         self._options = PartOptions(
-            fields=target.fields, records=records, shard_bytes=target.shard_bytes,
-            unit_bytes=target.unit_bytes, alike=False, compression=compression,
-        )  # fmt: skip
+            fields=target.fields,
+            records=records,
+            shard_bytes=target.shard_bytes,
+            unit_bytes=target.unit_bytes,
+            alike=False,
+            compression=compression,
+        )
         self._schema = DatasetManifest(
-            fields=target.fields, layout=layout, data=target.pool.data, compression=compression,
-            shuffle_seed=target.seed, metadata=json.loads(json.dumps(dict(target.metadata))),
-            parts=(), content="",
-        )  # fmt: skip
+            fields=target.fields,
+            layout=layout,
+            data=target.pool.data,
+            compression=compression,
+            shuffle_seed=target.seed,
+            metadata=json.loads(json.dumps(dict(target.metadata))),
+            parts=(),
+            content="",
+        )
         self.progressed, self.nbytes = start, start.nbytes
         self._place, self._skipped = start.place, list(start.skipped)
         self._held = 0  # bytes of samples in the part being filled
@@ -97,9 +106,13 @@ class PartsWriter:
         """The writer of the next part, with the pages that the first one chose."""
         like = self.progressed.parts[0] if self.progressed.parts else None
         return PartWriter(
-            self._target.pool, self._target.name, self._options,
-            ordered=self._target.seed is not None, nonce=self._nonces[0], like=like,
-        )  # fmt: skip
+            self._target.pool,
+            self._target.name,
+            self._options,
+            ordered=self._target.seed is not None,
+            nonce=self._nonces[0],
+            like=like,
+        )
 
     def _current(self) -> PartWriter:
         if self._writer is None:
@@ -194,9 +207,10 @@ class PartsWriter:
             self._settle()
         target, parts = self._target, self.progressed.parts
         manifest = replace(
-            self._schema, parts=parts,
+            self._schema,
+            parts=parts,
             content=joined_content(target.pool, target.name, self._schema, parts),
-        )  # fmt: skip
+        )
         self._save(self._state())  # or another process has begun anew, and removes these parts
         key = manifest_key(target.name)
         publish(target.pool, target.name, key, manifest, version=target.replaces)

@@ -70,9 +70,11 @@ class Iterables(BlockwiseSource):
     blocks = 1
 
     def __init__(
-        self, items: Iterable[Any] | Callable[[], Iterable[Any]], *,
+        self,
+        items: Iterable[Any] | Callable[[], Iterable[Any]],
+        *,
         names: Sequence[str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._items, self._names_given = items, names
         self.where = getattr(items, "__name__", type(items).__name__)
 

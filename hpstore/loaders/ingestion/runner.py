@@ -94,27 +94,46 @@ def ingest(
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
     opened = open_source(source, format=format, names=names, check_images=check_images)
     run = _Run(
-        pool=pool, name=name, source=opened, replaces=replaces,
+        pool=pool,
+        name=name,
+        source=opened,
+        replaces=replaces,
         options={"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes),
         seed=shuffle_seed(shuffle, seed),
         window_bytes=bytes_argument("window_bytes", window_bytes, least=1),
-        workers=_workers(opened, workers), skip=on_error == "skip", max_skipped=max_skipped,
-        metadata={**opened.metadata, **(metadata or {})}, progress=progress,
-    )  # fmt: skip
+        workers=_workers(opened, workers),
+        skip=on_error == "skip",
+        max_skipped=max_skipped,
+        metadata={**opened.metadata, **(metadata or {})},
+        progress=progress,
+    )
     manifest, done, resumed = run.go(fields, resume=resume)
     return _report(name, opened, manifest, done, resumed=resumed, seconds=perf_counter() - began)
 
 
 def _report(
-    name: str, source: Source, manifest: DatasetManifest, done: Progressed, *, resumed: int,
+    name: str,
+    source: Source,
+    manifest: DatasetManifest,
+    done: Progressed,
+    *,
+    resumed: int,
     seconds: float,
-) -> IngestReport:  # fmt: skip
+) -> IngestReport:
     return IngestReport(
-        name=name, source=source.where, format=source.kind, samples=manifest.rows,
-        bytes=done.nbytes, fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
-        order=done.plan["order"], skipped=done.skipped, ignored=source.ignored,
-        resumed_samples=resumed, fingerprint=manifest.fingerprint, seconds=seconds,
-    )  # fmt: skip
+        name=name,
+        source=source.where,
+        format=source.kind,
+        samples=manifest.rows,
+        bytes=done.nbytes,
+        fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
+        order=done.plan["order"],
+        skipped=done.skipped,
+        ignored=source.ignored,
+        resumed_samples=resumed,
+        fingerprint=manifest.fingerprint,
+        seconds=seconds,
+    )
 
 
 def _check_errors(on_error: str, max_skipped: int) -> None:
@@ -170,9 +189,14 @@ class _Run:
             start, ahead = found, records.read(found.place)
         start = replace(start, writing=gone)
         target = Target(
-            pool=self.pool, name=self.name, fields=chosen, seed=self.seed, replaces=self.replaces,
-            metadata={**self.metadata, "ingest": self._lineage(start)}, **self.options,
-        )  # fmt: skip
+            pool=self.pool,
+            name=self.name,
+            fields=chosen,
+            seed=self.seed,
+            replaces=self.replaces,
+            metadata={**self.metadata, "ingest": self._lineage(start)},
+            **self.options,
+        )
         with contextlib.closing(ahead), PartsWriter(target, start, journal) as parts:
             try:
                 self._copy(ahead, parts, chosen)
@@ -256,9 +280,11 @@ class _Run:
 
     def _lineage(self, start: Progressed) -> dict[str, object]:
         return {
-            "source": self.source.where, "format": self.source.kind,
-            "fingerprint": start.source, "order": start.plan["order"],
-        }  # fmt: skip
+            "source": self.source.where,
+            "format": self.source.kind,
+            "fingerprint": start.source,
+            "order": start.plan["order"],
+        }
 
     def _check(self, found: Progressed, wanted: Progressed) -> None:
         problem = mismatch(found, wanted)
@@ -287,9 +313,13 @@ class _Run:
             parts.took(placed.after)
             if self.progress is not None:
                 self.progress(
-                    IngestProgress(records=placed.after.position, total=self.source.length,
-                                   bytes=parts.nbytes, resumed=resumed)
-                )  # fmt: skip
+                    IngestProgress(
+                        records=placed.after.position,
+                        total=self.source.length,
+                        bytes=parts.nbytes,
+                        resumed=resumed,
+                    )
+                )
 
     def _written(self, item: SourceItem, parts: PartsWriter, fields: dict[str, Field]) -> str:
         """Write one sample; returns what is wrong with it."""

@@ -101,9 +101,11 @@ class IndexedSource(Source):
         pool = WorkerThreads(workers, "hpstore-ingest")
         try:
             yield from in_order(
-                lambda index: pool.submit(self.load, index), indices,
-                ahead=2 * workers, bytes_of=self.bytes_of,
-            )  # fmt: skip
+                lambda index: pool.submit(self.load, index),
+                indices,
+                ahead=2 * workers,
+                bytes_of=self.bytes_of,
+            )
         finally:
             pool.shutdown(cancel_futures=True)
 

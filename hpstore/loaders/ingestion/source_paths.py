@@ -40,8 +40,11 @@ def source_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[
     if os.path.isfile(text):
         return [Path(text)]
     if os.path.isdir(text):
-        found = [entry.path for entry in os.scandir(text)
-                 if entry.is_file() and entry.name.lower().endswith(tuple(endings))]  # fmt: skip
+        found = [
+            entry.path
+            for entry in os.scandir(text)
+            if entry.is_file() and entry.name.lower().endswith(tuple(endings))
+        ]
         problem = f"holds no file that ends in {', '.join(endings)}"
     else:
         found = [path for pattern in _expanded(text) for path in _matching(pattern)]
@@ -76,5 +79,6 @@ def _expanded(text: str) -> Iterator[str]:
 
 def file_facts(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Path, size and time of change of each, for a fingerprint."""
-    return [(str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns)
-            for file in files]  # fmt: skip
+    return [
+        (str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) for file in files
+    ]

@@ -53,8 +53,10 @@ def table_files(
 
 def no_table(folder: Path, endings: Sequence[str]) -> ConfigError:
     """The error of a folder without tables, saying where there are some."""
-    below = next((f for f in islice(folder.rglob("*"), _LOOK_AT)
-                  if f.name.lower().endswith(tuple(endings))), None)  # fmt: skip
+    below = next(
+        (f for f in islice(folder.rglob("*"), _LOOK_AT) if f.name.lower().endswith(tuple(endings))),
+        None,
+    )
     if below is None:
         return ConfigError(f"{folder} holds no file that ends in {', '.join(endings)}")
     return ConfigError(
@@ -90,10 +92,7 @@ def _of_splits(
 
     def of(split: str) -> list[Path]:
         ours = [f for f in folder.iterdir() if f.name.lower().endswith(tuple(endings))]
-        return sorted(
-            f for f in ours
-            if f.stem.endswith(f"-{split}") or f"-{split}-0" in f.stem
-        )  # fmt: skip
+        return sorted(f for f in ours if f.stem.endswith(f"-{split}") or f"-{split}-0" in f.stem)
 
     found = {str(split): files for split in splits if (files := of(str(split)))}
     if len(found) > 1:

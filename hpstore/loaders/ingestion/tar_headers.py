@@ -77,10 +77,13 @@ class TarHeaders:
                 data_at += BLOCK_BYTES
             folder = raw.kind == _FOLDER or (raw.kind == b"\0" and raw.name.endswith("/"))
             yield TarMember(
-                name=name.rstrip("/") if folder else name, offset=at, data_offset=data_at,
-                nbytes=nbytes, is_file=raw.kind in _FILES and not sparse and not folder,
+                name=name.rstrip("/") if folder else name,
+                offset=at,
+                data_offset=data_at,
+                nbytes=nbytes,
+                is_file=raw.kind in _FILES and not sparse and not folder,
                 is_folder=folder,
-            )  # fmt: skip
+            )
             at = data_at + (0 if folder or raw.kind in _WITHOUT_DATA else _padded(nbytes))
 
     def _next(self, at: int) -> tuple[_Raw | None, int, dict[str, str], str | None]:

@@ -90,9 +90,11 @@ class BlockRecords:
         if self._seed is None:
             return {"kind": "sequential"}
         return {
-            "kind": "windows", "seed": self._seed, "window_bytes": self._window_bytes,
+            "kind": "windows",
+            "seed": self._seed,
+            "window_bytes": self._window_bytes,
             "blocks": self._blocks.describe(),
-        }  # fmt: skip
+        }
 
     def read(self, place: IngestPosition) -> Generator[Placed, None, None]:
         """Records from a place on; those of its window that come before it are read again."""
@@ -104,9 +106,12 @@ class BlockRecords:
             skip = max(0, place.position - begins)
             for offset, index in islice(enumerate(mixed, 1), skip, None):
                 after = IngestPosition(
-                    position=begins + offset, window=number, window_position=begins,
-                    block=block, record=record,
-                )  # fmt: skip
+                    position=begins + offset,
+                    window=number,
+                    window_position=begins,
+                    block=block,
+                    record=record,
+                )
                 yield Placed(window[index][0], after)
             begins += len(window)
             number += 1

@@ -50,8 +50,7 @@ class ZarrArrays(BlockwiseSource):
         del types  # the source has its own
         self._arrays = {name: a for name, a in self._arrays.items() if name in names}
         total = sum(a.nbytes for a in self._arrays.values())
-        chunk = max((a.shards or a.chunks)[0] for a in self._arrays.values()) \
-            if self._arrays else 1  # fmt: skip
+        chunk = max((a.shards or a.chunks)[0] for a in self._arrays.values()) if self._arrays else 1
         row = max(1, total // max(1, self.length or 1))
         self._rows = max(1, min(chunk, BLOCK_BYTES // row))
         self.total_bytes = total
@@ -72,8 +71,9 @@ class ZarrArrays(BlockwiseSource):
         if self._path is not None and self._path.is_dir():
             rows += sorted(
                 (str(file.relative_to(self._path)), (s := file.stat()).st_size, s.st_mtime_ns)
-                for file in self._path.rglob("*") if file.is_file()
-            )  # fmt: skip
+                for file in self._path.rglob("*")
+                if file.is_file()
+            )
         return digest_of(rows)
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
@@ -83,15 +83,17 @@ class ZarrArrays(BlockwiseSource):
             parts = {name: np.asarray(a[first:stop]) for name, a in self._arrays.items()}
         except (BaseZarrError, OSError, ValueError, RuntimeError) as error:
             problem = f"it cannot be read: {error or type(error).__name__}"
-            item = SourceItem(name=f"{self.where}[{first}:{stop}]", origin=block << BLOCK_SHIFT,
-                        problem=problem)  # fmt: skip
+            item = SourceItem(
+                name=f"{self.where}[{first}:{stop}]", origin=block << BLOCK_SHIFT, problem=problem
+            )
             yield from [item][start:]
             return
         for row in range(start, stop - first):
             yield SourceItem(
-                name=f"{self.where}[{first + row}]", origin=block << BLOCK_SHIFT | row,
+                name=f"{self.where}[{first + row}]",
+                origin=block << BLOCK_SHIFT | row,
                 sample={name: np.asarray(part[row]) for name, part in parts.items()},
-            )  # fmt: skip
+            )
 
 
 def _arrays(where: Any, said: str) -> dict[str, zarr.Array[Any]]:
@@ -99,8 +101,9 @@ def _arrays(where: Any, said: str) -> dict[str, zarr.Array[Any]]:
     opened = where
     if not isinstance(where, zarr.Array | zarr.Group):
         try:
-            opened = zarr.open(os.fspath(where) if isinstance(where, os.PathLike) else where,
-                               mode="r")  # fmt: skip
+            opened = zarr.open(
+                os.fspath(where) if isinstance(where, os.PathLike) else where, mode="r"
+            )
         except (BaseZarrError, OSError, ValueError, KeyError) as error:
             raise ConfigError(f"{said} is no zarr array or group: {error}") from error
     if isinstance(opened, zarr.Array):

@@ -6,9 +6,9 @@ from hpstore.loaders.policy.cache_policy import CachePolicy
 from hpstore.loaders.policy.trace_simulation import CacheReport, simulate
 
 __all__ = [
+    "CachePlan",
     "CachePolicy",
     "CacheReport",
-    "CachePlan",
     "SampledLog",
     "WantedBlocks",
     "belady",

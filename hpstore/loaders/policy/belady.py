@@ -68,7 +68,7 @@ def _held_at_once(requests: Int64s, hit: Bools) -> int:
 
 def most_hits(
     requests: npt.ArrayLike, capacity_blocks: int, *caches: Bools, counted: int = 0
-) -> int:  # fmt: skip
+) -> int:
     """Hits of MIN in requests[counted:]: no fewer than any of `caches` had there.
 
     `caches` bool[n] each: which requests caches hit that were measured on them. A bound for these

@@ -39,9 +39,15 @@ class CachePolicy:
     """
 
     def __init__(
-        self, sizes: int | Int64s, blocks: int, capacity_bytes: int, *, jobs: int = 1,
-        seed: int = 0, request_cost_bytes: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        sizes: int | Int64s,
+        blocks: int,
+        capacity_bytes: int,
+        *,
+        jobs: int = 1,
+        seed: int = 0,
+        request_cost_bytes: int = 0,
+    ) -> None:
         total = check_sizes(sizes, blocks, jobs, capacity_bytes)
         self.blocks, self.jobs, self.capacity_bytes = blocks, jobs, capacity_bytes
         self._sizes, self._cost = sizes, request_cost_bytes
@@ -59,9 +65,18 @@ class CachePolicy:
         share = min(1.0, capacity_bytes / max(total, 1))
         self._outlook = Outlook(blocks, jobs, table=self._table, capacity_share=share, seed=seed)
         self._counters = dict.fromkeys(
-            ("requests", "hits", "late", "repeats", "admissions", "evictions", "bypasses",
-             "prefetches"), 0,
-        )  # fmt: skip
+            (
+                "requests",
+                "hits",
+                "late",
+                "repeats",
+                "admissions",
+                "evictions",
+                "bypasses",
+                "prefetches",
+            ),
+            0,
+        )
 
     @property
     def resident_bytes(self) -> int:
@@ -90,8 +105,9 @@ class CachePolicy:
         mismatches (orders that were not kept), switches (of experts), prefetches.
         """
         return self._counters | {
-            "mismatches": self._outlook.mismatches, "switches": self._outlook.switches,
-        }  # fmt: skip
+            "mismatches": self._outlook.mismatches,
+            "switches": self._outlook.switches,
+        }
 
     def residents(self) -> Int64s:
         """Blocks in the cache, blocks in flight among them, in no order."""
@@ -352,7 +368,7 @@ class CachePolicy:
 
     def _contest(
         self, newcomers: Int64s, waits: Floats, victims: Int64s, latest: Floats
-    ) -> tuple[int, Int64s]:  # fmt: skip
+    ) -> tuple[int, Int64s]:
         """How many of the newcomers, in order, came in, and who left for them."""
         # of equal blocks one for one; of others a few small ones may leave for a large one
         limit = len(newcomers) if self._equal_bytes else 4 * len(newcomers) + 16

@@ -51,11 +51,12 @@ def _experts() -> tuple[Expert, ...]:
         for half in (math.inf, 2.0, 1.0, 0.5)
     ]
     return (
-        *old, *new,
+        *old,
+        *new,
         Expert(name="never evict", column=forever, margin=NO_ROOM, handicap=1.05),
         Expert(name="recency", column=column[min(HALF_LIVES)], margin=0.0, fresh=True),
         Expert(name="phase", column=None),
-    )  # fmt: skip
+    )
 
 
 EXPERTS = _experts()
@@ -103,9 +104,7 @@ class Shadows:
         self._held += len(blocks)
         return self._held >= self.every
 
-    def step(
-        self, waits: Floats, newcomers: Floats, epochs: float, *, phases: bool
-    ) -> bool:  # fmt: skip
+    def step(self, waits: Floats, newcomers: Floats, epochs: float, *, phases: bool) -> bool:
         """Play what was recorded to all shadow caches; True when another expert takes over.
 
         Both float32[experts, sample]: expected use now, and that which a newcomer is judged by.
@@ -153,8 +152,14 @@ class Shadows:
         """Arrays, not copied."""
         held = np.concatenate(self._waiting) if self._waiting else np.empty(0, np.int64)
         numbers = np.array([self.active, self.switches])
-        return {"resident": self.resident, "scores": self.scores, "spread": self.spread,
-                "came": self._came, "numbers": numbers, "waiting": held}  # fmt: skip
+        return {
+            "resident": self.resident,
+            "scores": self.scores,
+            "spread": self.spread,
+            "came": self._came,
+            "numbers": numbers,
+            "waiting": held,
+        }
 
     def load(self, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
         """The opposite of state()."""

@@ -162,9 +162,10 @@ class Outlook:
         found: Arrays = {f"learner_{k}": v for k, v in self.learner.state().items()}
         found |= {f"phases_{k}": v for k, v in self.phases.state().items()}
         found |= {
-            "rates": np.array(self._rates), "made": np.array(self._made),
+            "rates": np.array(self._rates),
+            "made": np.array(self._made),
             "period": np.array(self._period),
-        }  # fmt: skip
+        }
         if self._shadows is not None:
             found |= {f"shadows_{k}": v for k, v in self._shadows.state().items()}
             found |= {"past": self._past, "stepped": np.array([self._stepped])}
@@ -175,17 +176,26 @@ class Outlook:
         columns, experts, sample = len(HALF_LIVES), len(EXPERTS), sample_of(self.blocks)
         jobs, wide = (self.jobs,), (self.blocks, columns)
         allowed: dict[str, tuple[tuple[int, ...], ...]] = {
-            "learner_keys": (wide, (self.blocks, 1)), "learner_clock": ((columns + 1,),),
-            "phases_seen": ((self.blocks,), (0,)), "phases_made": ((JOBS,),),
-            "phases_length": ((JOBS,),), "rates": (jobs,), "made": (jobs,), "period": (jobs,),
-        }  # fmt: skip
+            "learner_keys": (wide, (self.blocks, 1)),
+            "learner_clock": ((columns + 1,),),
+            "phases_seen": ((self.blocks,), (0,)),
+            "phases_made": ((JOBS,),),
+            "phases_length": ((JOBS,),),
+            "rates": (jobs,),
+            "made": (jobs,),
+            "period": (jobs,),
+        }
         if "shadows_resident" in arrays:
             allowed["learner_keys"] = (wide,)
             allowed |= {
-                "shadows_resident": ((experts, sample),), "shadows_scores": ((experts,),),
-                "shadows_spread": ((experts, experts),), "shadows_came": ((experts,),),
-                "shadows_numbers": ((2,),), "past": ((sample, columns),), "stepped": ((1,),),
-            }  # fmt: skip
+                "shadows_resident": ((experts, sample),),
+                "shadows_scores": ((experts,),),
+                "shadows_spread": ((experts, experts),),
+                "shadows_came": ((experts,),),
+                "shadows_numbers": ((2,),),
+                "past": ((sample, columns),),
+                "stepped": ((1,),),
+            }
         for name, shapes in allowed.items():
             if name not in arrays or arrays[name].shape not in shapes:
                 found = arrays[name].shape if name in arrays else "nothing"
@@ -241,9 +251,10 @@ class Outlook:
     def _list_told(self) -> None:
         least = self._room / _WORTH if self._room > EXACT else 1
         self._told = [
-            job for job, future in enumerate(self.futures)
+            job
+            for job, future in enumerate(self.futures)
             if future.queued >= (least if future.near else 1)
-        ]  # fmt: skip
+        ]
         self._others = any(
             rate > 0 and job not in self._told for job, rate in enumerate(self._rates)
         )
@@ -276,9 +287,10 @@ class Outlook:
     def _phased(self) -> tuple[int, ...]:
         """Jobs of unknown order that have begun epochs."""
         return tuple(
-            job for job in range(min(self.jobs, JOBS))
+            job
+            for job in range(min(self.jobs, JOBS))
             if self.phases.length[job] and self._rates[job] > 0 and not self._known(job)
-        )  # fmt: skip
+        )
 
     def _known(self, job: int) -> bool:
         """Whether all that a job will ask for is foretold, for some time."""
@@ -317,9 +329,7 @@ class Outlook:
         assert column is not None
         return self._offset(column) - self.learner.column(blocks, column)
 
-    def _merged(
-        self, blocks: Int64s | Int32s, learned: Learned, *, newcomers: bool
-    ) -> Floats:  # fmt: skip
+    def _merged(self, blocks: Int64s | Int32s, learned: Learned, *, newcomers: bool) -> Floats:
         """The soonest of what is foretold by each job, and of what was learned of the others."""
         known = self._told
         if not known:
@@ -334,9 +344,7 @@ class Outlook:
         assert best is not None
         return best
 
-    def _foretold(
-        self, job: int, blocks: Int64s | Int32s, behind: Learned | Floats
-    ) -> Floats:  # fmt: skip
+    def _foretold(self, job: int, blocks: Int64s | Int32s, behind: Learned | Floats) -> Floats:
         """When a job asks next; not within its horizon: when that ends, then what is `behind`."""
         future, share = self.futures[job], self._shares[job]
         use = future.next_use(blocks)

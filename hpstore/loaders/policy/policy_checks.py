@@ -14,9 +14,17 @@ STATE_VERSION = 1
 
 
 _ALWAYS = (
-    "policy", "residents", "learner_keys", "learner_clock", "phases_seen", "phases_made",
-    "phases_length", "rates", "made", "period",
-)  # fmt: skip
+    "policy",
+    "residents",
+    "learner_keys",
+    "learner_clock",
+    "phases_seen",
+    "phases_made",
+    "phases_length",
+    "rates",
+    "made",
+    "period",
+)
 
 
 def check_sizes(sizes: int | Int64s, blocks: int, jobs: int, capacity_bytes: int) -> int:

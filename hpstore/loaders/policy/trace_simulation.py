@@ -39,13 +39,21 @@ class CacheReport:
 
 
 def simulate(
-    requests: npt.ArrayLike, capacity_blocks: int = 1000, batch: int = 64,
-    known_order: bool = False, horizon_epochs: int = 2,
+    requests: npt.ArrayLike,
+    capacity_blocks: int = 1000,
+    batch: int = 64,
+    known_order: bool = False,
+    horizon_epochs: int = 2,
     epoch_starts: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    jobs: npt.ArrayLike | None = None, seed: int = 0, *, blocks: int | None = None,
-    sizes: Int64s | None = None, capacity_bytes: int | None = None, request_cost_bytes: int = 0,
+    jobs: npt.ArrayLike | None = None,
+    seed: int = 0,
+    *,
+    blocks: int | None = None,
+    sizes: Int64s | None = None,
+    capacity_bytes: int | None = None,
+    request_cost_bytes: int = 0,
     drawn_batches: int = 0,
-) -> CacheReport:  # fmt: skip
+) -> CacheReport:
     """Play a trace to CachePolicy.
 
     `requests` int[n]: block ids; `jobs` int[n]: the job of each, one job without. `batch` requests
@@ -66,14 +74,24 @@ def simulate(
     number = int(owner.max(initial=0)) + 1
     room = capacity_blocks if capacity_bytes is None else capacity_bytes
     policy = CachePolicy(
-        1 if sizes is None else sizes, count, room, jobs=number, seed=seed,
+        1 if sizes is None else sizes,
+        count,
+        room,
+        jobs=number,
+        seed=seed,
         request_cost_bytes=request_cost_bytes,
-    )  # fmt: skip
+    )
     courses = [
-        _Course(policy, job, asked[owner == job], _starts(epoch_starts, job, number, owner),
-                horizon_epochs if known_order else None, drawn_batches * batch // number)
+        _Course(
+            policy,
+            job,
+            asked[owner == job],
+            _starts(epoch_starts, job, number, owner),
+            horizon_epochs if known_order else None,
+            drawn_batches * batch // number,
+        )
         for job in range(number)
-    ]  # fmt: skip
+    ]
     hit = _play(courses, asked, owner, batch)
     return _report(policy, asked, hit, sizes)
 
@@ -112,9 +130,14 @@ class _Course:
     """One job's requests, epoch by epoch."""
 
     def __init__(
-        self, policy: CachePolicy, job: int, asked: Int64s, starts: list[int] | None,
-        horizon: int | None, drawn: int,
-    ) -> None:  # fmt: skip
+        self,
+        policy: CachePolicy,
+        job: int,
+        asked: Int64s,
+        starts: list[int] | None,
+        horizon: int | None,
+        drawn: int,
+    ) -> None:
         """`asked`: of this job alone; `starts`: positions in it; `horizon`: None: order unknown.
 
         `drawn`: so many requests behind a batch are told then.
@@ -132,7 +155,7 @@ class _Course:
             if self._edges:
                 while self._epoch < len(self._edges) - 1 and (
                     self._edges[self._epoch] <= self._made
-                ):  # fmt: skip
+                ):
                     self._begin()
                 left = min(left, self._edges[self._epoch] - self._made)
             if self._drawn:
@@ -169,7 +192,7 @@ class _Course:
 
 def _starts(
     given: Sequence[int] | Sequence[Sequence[int]] | None, job: int, jobs: int, owner: Int64s
-) -> list[int] | None:  # fmt: skip
+) -> list[int] | None:
     """Where a job's epochs begin, counted in its own requests."""
     if given is None:
         return None
@@ -183,18 +206,22 @@ def _starts(
     return sorted({0, *own[mine].tolist()} - {int(own[-1])} or {0})
 
 
-def _report(
-    policy: CachePolicy, asked: Int64s, hit: Bools, sizes: Int64s | None
-) -> CacheReport:  # fmt: skip
+def _report(policy: CachePolicy, asked: Int64s, hit: Bools, sizes: Int64s | None) -> CacheReport:
     counters = policy.counters
     weights = np.ones(len(asked)) if sizes is None else sizes[asked].astype(np.float64)
     return CacheReport(
-        hits=int(hit.sum()), requests=len(asked), hit=hit,
+        hits=int(hit.sum()),
+        requests=len(asked),
+        hit=hit,
         hit_ratio=float(hit.mean()) if len(asked) else 0.0,
         byte_hit_ratio=float(weights @ hit / max(weights.sum(), 1.0)),
         repeats=len(asked) - int(hit.sum()) - counters["admissions"] - counters["bypasses"],
-        admissions=counters["admissions"], evictions=counters["evictions"],
-        bypasses=counters["bypasses"], mismatches=counters["mismatches"],
-        switches=counters["switches"], expert=policy.expert,
-        capacity_bytes=policy.capacity_bytes, index_bytes=policy.index_bytes,
-    )  # fmt: skip
+        admissions=counters["admissions"],
+        evictions=counters["evictions"],
+        bypasses=counters["bypasses"],
+        mismatches=counters["mismatches"],
+        switches=counters["switches"],
+        expert=policy.expert,
+        capacity_bytes=policy.capacity_bytes,
+        index_bytes=policy.index_bytes,
+    )

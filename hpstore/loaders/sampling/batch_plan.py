@@ -85,8 +85,11 @@ def listed(
         following, after = next(found, (number + 1, None))
         single = np.ndim(batch) == 0
         yield BatchPiece(
-            epoch=epoch, start=number, stop=number + 1,
+            epoch=epoch,
+            start=number,
+            stop=number + 1,
             after=(epoch + 1, 0) if after is None else (epoch, number + 1),
-            listed=tuple(np.asarray(batch, np.int64).reshape(-1).tolist()), single=single,
-        )  # fmt: skip
+            listed=tuple(np.asarray(batch, np.int64).reshape(-1).tolist()),
+            single=single,
+        )
         number, batch = following, after

@@ -64,7 +64,7 @@ class RankShares:
 
     def __init__(
         self, whole: Slices, rank: int | None, world_size: int | None, mesh: Any, *, shard: bool
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`whole`: for a world of one. Raises ConfigError."""
         self._found = whole
         self._rank, self._world_size, self._mesh, self._shard = rank, world_size, mesh, shard
@@ -83,16 +83,18 @@ class RankShares:
                 _log.info(
                     "rank %d of %d reads its share of every batch (from torch.distributed); with "
                     "pipeline or tensor parallelism give mesh=, to read everything shard=False",
-                    place.rank, place.world_size,
-                )  # fmt: skip
+                    place.rank,
+                    place.world_size,
+                )
             self._found = replace(self._found, rank=place.rank, world_size=place.world_size)
         return self._found
 
 
 def data_dimensions(names: Sequence[str]) -> list[int]:
     """Which dimensions of a mesh are data-parallel, by their names."""
-    return [n for n, name in enumerate(names)
-            if name in DATA_NAMES or name.startswith(("dp_", "data_"))]  # fmt: skip
+    return [
+        n for n, name in enumerate(names) if name in DATA_NAMES or name.startswith(("dp_", "data_"))
+    ]
 
 
 def of_mesh(mesh: Any, *, without: tuple[int, int] | None = None) -> Coordinates:

@@ -66,10 +66,12 @@ def measure(field: str, labels: list[Int64s], *, window_stripes: int, stripes: i
         enough *= 2
         bits = both(enough)
     return Mixedness(
-        field=field, window_bits=window_bits, random_bits=random_bits,
+        field=field,
+        window_bits=window_bits,
+        random_bits=random_bits,
         enough_stripes=enough if enough < stripes and enough <= len(parts) else 0,
         enough_bits=bits[0],
-    )  # fmt: skip
+    )
 
 
 def entropy(codes: Int64s) -> float:
@@ -80,9 +82,13 @@ def entropy(codes: Int64s) -> float:
 
 
 def warn_of_sorted(
-    data: StoredData, stripes: Int64s, *, window_stripes: int, stripe_bytes: int,
+    data: StoredData,
+    stripes: Int64s,
+    *,
+    window_stripes: int,
+    stripe_bytes: int,
     rows_of: Callable[[Int64s], Indices],
-) -> None:  # fmt: skip
+) -> None:
     """Log a warning when windows mix a label-like field badly. `rows_of`: samples at positions.
 
     Reads at most MOST_STRIPES * ROWS_OF_STRIPE values a field; what cannot be read is no reason
@@ -117,10 +123,13 @@ def warn_of_sorted(
 def _label_fields(data: StoredData) -> list[str]:
     """Fields that may be labels: single whole numbers."""
     return [
-        name for name, field in data.fields.items()
-        if field.kind is FieldKind.SCALAR and not field.shape and field.storage.kind in "iub"
+        name
+        for name, field in data.fields.items()
+        if field.kind is FieldKind.SCALAR
+        and not field.shape
+        and field.storage.kind in "iub"
         and field.dtype != "bfloat16"
-    ][:MOST_FIELDS]  # fmt: skip
+    ][:MOST_FIELDS]
 
 
 def _say(data: StoredData, found: Mixedness, window_stripes: int, stripe_bytes: int) -> None:
@@ -132,6 +141,10 @@ def _say(data: StoredData, found: Mixedness, window_stripes: int, stripe_bytes: 
         "data set %s is sorted by %r, or nearly: windows of %s have %.1f bits of it, of %.1f in "
         "as many samples chosen at random, and batches are as unbalanced. %s; better, shuffle it "
         "once on writing (ingest does, DatasetWriter with shuffle=True), or give shuffle=True.",
-        repr(data.name), found.field, format_bytes(window_stripes * stripe_bytes),
-        found.window_bits, found.random_bits, instead,
-    )  # fmt: skip
+        repr(data.name),
+        found.field,
+        format_bytes(window_stripes * stripe_bytes),
+        found.window_bits,
+        found.random_bits,
+        instead,
+    )

@@ -35,10 +35,14 @@ class LoaderState:
     def to_dict(self) -> dict[str, object]:
         """For state_dict(): JSON types only, shared with nobody, below 10 us at any size."""
         return {
-            "version": STATE_VERSION, "fingerprints": list(self.fingerprints),
-            "order": self.order, "seed": self.seed, "epoch": self.epoch, "samples": self.samples,
+            "version": STATE_VERSION,
+            "fingerprints": list(self.fingerprints),
+            "order": self.order,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "samples": self.samples,
             **({"at_end": True} if self.at_end else {}),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object]) -> LoaderState:
@@ -61,9 +65,13 @@ class LoaderState:
         seed, epoch, samples = (number or 0 for number in numbers)
         at_end = raw.get("at_end") is True and epoch > 0 and not samples
         return cls(
-            fingerprints=tuple(texts), order=str(order), seed=seed, epoch=epoch, samples=samples,
+            fingerprints=tuple(texts),
+            order=str(order),
+            seed=seed,
+            epoch=epoch,
+            samples=samples,
             at_end=at_end,
-        )  # fmt: skip
+        )
 
     def require_same_run(
         self, *, fingerprints: Sequence[str], order: str, seed: int, length: int

@@ -165,10 +165,14 @@ class MixtureOrder:
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {
-            "kind": "mixture", "draws": DRAWS_VERSION, "length": self.length, "seed": self.seed,
-            "block": self.block, "weights": list(self.weights),
+            "kind": "mixture",
+            "draws": DRAWS_VERSION,
+            "length": self.length,
+            "seed": self.seed,
+            "block": self.block,
+            "weights": list(self.weights),
             "orders": [order.describe() for order in self._orders],
-        }  # fmt: skip
+        }
 
     def _evaluate(self, epoch: int, start: int, stop: int) -> Indices:
         blocks = [self._block_at(epoch, start)]

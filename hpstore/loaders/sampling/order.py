@@ -100,9 +100,7 @@ class GlobalOrder:
     first batch.
     """
 
-    def __init__(
-        self, length: int, seed: int, *, table_samples: int = PERMUTATION_SAMPLES
-    ) -> None:  # fmt: skip
+    def __init__(self, length: int, seed: int, *, table_samples: int = PERMUTATION_SAMPLES) -> None:
         self.length = self.samples = check_length(length)
         self.network = self.length > min(table_samples, PERMUTATION_SAMPLES)
         self.seed = check_seed(seed)
@@ -128,9 +126,12 @@ class GlobalOrder:
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {
-            "kind": "global", "draws": DRAWS_VERSION, "length": self.length, "seed": self.seed,
+            "kind": "global",
+            "draws": DRAWS_VERSION,
+            "length": self.length,
+            "seed": self.seed,
             "network": self.network,
-        }  # fmt: skip
+        }
 
     def _table(self, epoch: int) -> npt.NDArray[np.int32]:
         drawn = shuffled(Purpose.PERMUTATION, seed=self.seed, epoch=epoch, count=self.length)
@@ -171,6 +172,8 @@ class SubsetOrder:
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {
-            "kind": "subset", "samples": self.samples, "mapping": self._digest,
+            "kind": "subset",
+            "samples": self.samples,
+            "mapping": self._digest,
             "order": self.inner.describe(),
-        }  # fmt: skip
+        }

@@ -84,9 +84,13 @@ class WatchedSampler(Sampler[Any]):
     """
 
     def __init__(
-        self, sampler: Any, told: Callable[[list[Indices] | None], None], epochs: int = 1, *,
+        self,
+        sampler: Any,
+        told: Callable[[list[Indices] | None], None],
+        epochs: int = 1,
+        *,
         draws_between: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.sampler, self._told = sampler, told
         self._epochs, self._draws_between = epochs, draws_between
 
@@ -120,13 +124,10 @@ def _random(sampler: RandomSampler, generator: torch.Generator) -> torch.Tensor:
     if sampler.replacement:
         draws = [_DRAWN_TOGETHER] * (wanted // _DRAWN_TOGETHER) + [wanted % _DRAWN_TOGETHER]
         parts = [
-            torch.randint(size, (count,), dtype=torch.int64, generator=generator)
-            for count in draws
-        ]  # fmt: skip
+            torch.randint(size, (count,), dtype=torch.int64, generator=generator) for count in draws
+        ]
     else:
-        parts = [
-            torch.randperm(size, generator=generator) for _ in range(wanted // size + 1)
-        ]  # fmt: skip
+        parts = [torch.randperm(size, generator=generator) for _ in range(wanted // size + 1)]
     return torch.cat(parts)[:wanted]
 
 
@@ -156,5 +157,7 @@ def _distributed(sampler: DistributedSampler[Any], epoch: int) -> Indices:
 
 
 _REPLAYS: dict[type, Callable[[Any, torch.Generator], torch.Tensor]] = {
-    RandomSampler: _random, SubsetRandomSampler: _subset, WeightedRandomSampler: _weighted,
-}  # fmt: skip
+    RandomSampler: _random,
+    SubsetRandomSampler: _subset,
+    WeightedRandomSampler: _weighted,
+}

@@ -77,7 +77,7 @@ class WeightedOrder:
 
     def __init__(
         self, weights: npt.ArrayLike, num_samples: int, seed: int, *, replacement: bool = True
-    ) -> None:  # fmt: skip
+    ) -> None:
         checked = check_weights(weights)
         self.length, self.samples = check_length(num_samples), check_length(len(checked))
         self.seed, self.replacement = check_seed(seed), replacement
@@ -105,9 +105,14 @@ class WeightedOrder:
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {
-            "kind": "weighted", "draws": DRAWS_VERSION, "length": self.length, "seed": self.seed,
-            "samples": self.samples, "weights": self._digest, "replacement": self.replacement,
-        }  # fmt: skip
+            "kind": "weighted",
+            "draws": DRAWS_VERSION,
+            "length": self.length,
+            "seed": self.seed,
+            "samples": self.samples,
+            "weights": self._digest,
+            "replacement": self.replacement,
+        }
 
     def _draw(self, epoch: int, start: int, stop: int) -> Indices:
         drawn = words(

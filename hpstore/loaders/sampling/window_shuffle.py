@@ -100,9 +100,7 @@ class WindowOrder:
     windows too: between two epochs somebody would wait for them.
     """
 
-    def __init__(
-        self, stripes: Indices, seed: int, *, window_stripes: int, first: int = 1
-    ) -> None:  # fmt: skip
+    def __init__(self, stripes: Indices, seed: int, *, window_stripes: int, first: int = 1) -> None:
         stripes = np.array(stripes, np.int64)
         if stripes.ndim != 1 or not len(stripes) or stripes[0] or (np.diff(stripes) < 0).any():
             raise ConfigError("stripes must be a rising list of first samples that begins with 0")
@@ -166,9 +164,14 @@ class WindowOrder:
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {
-            "kind": "window", "draws": DRAWS_VERSION, "length": self.length, "seed": self.seed,
-            "stripes": self._digest, "window_stripes": self.window_stripes, "first": self.first,
-        }  # fmt: skip
+            "kind": "window",
+            "draws": DRAWS_VERSION,
+            "length": self.length,
+            "seed": self.seed,
+            "stripes": self._digest,
+            "window_stripes": self.window_stripes,
+            "first": self.first,
+        }
 
     def _plan(self, epoch: int) -> _Epoch:
         return self._epochs.get(epoch, lambda: self._make_plan(epoch))

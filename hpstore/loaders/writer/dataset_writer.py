@@ -92,9 +92,13 @@ class DatasetWriter(Closing):
         self._key = manifest_key(name) if part is None else part_key(name, part)
         self._version = self._version_there()
         self._options = PartOptions(
-            fields=self.fields, records=records, shard_bytes=shard_bytes, unit_bytes=unit_bytes,
-            compression=self.compression, alike=part is not None,
-        )  # fmt: skip
+            fields=self.fields,
+            records=records,
+            shard_bytes=shard_bytes,
+            unit_bytes=unit_bytes,
+            compression=self.compression,
+            alike=part is not None,
+        )
         self._part_writers = [PartWriter(pool, name, self._options)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
 

@@ -65,25 +65,45 @@ class PartWriter:
         limit = pool.config.settings.memory_bytes // (2 * (pool.data + pool.parity))
         self._streams = [
             StreamWriter(
-                pool, (name, self.nonce, number), stream, record, unit_limit=limit,
-                unit_bytes=units[number] if units else options.unit_bytes, alike=options.alike,
-                shard_bytes=options.shard_bytes, uploads=self._uploads,
-                compression=options.compression, content=self._content,
+                pool,
+                (name, self.nonce, number),
+                stream,
+                record,
+                unit_limit=limit,
+                unit_bytes=units[number] if units else options.unit_bytes,
+                alike=options.alike,
+                shard_bytes=options.shard_bytes,
+                uploads=self._uploads,
+                compression=options.compression,
+                content=self._content,
             )
             for number, (stream, record) in enumerate(options.records.items())
-        ]  # fmt: skip
+        ]
         scalars = [n for n, f in fields.items() if f.kind is FieldKind.SCALAR]
         self._names = column_names(list(fields), scalars)
         self._columns = {
-            field: FieldColumnWriter(pool, (name, self.nonce, column), field, fields[field],
-                                uploads=self._uploads, content=self._content)
+            field: FieldColumnWriter(
+                pool,
+                (name, self.nonce, column),
+                field,
+                fields[field],
+                uploads=self._uploads,
+                content=self._content,
+            )
             for field, column in self._names.items()
-        }  # fmt: skip
+        }
         self._order = (
-            FieldColumnWriter(pool, (name, self.nonce, ORDER), ORDER, Field("int64"),
-                         uploads=self._uploads, content=ContentDigest())
-            if ordered else None
-        )  # fmt: skip
+            FieldColumnWriter(
+                pool,
+                (name, self.nonce, ORDER),
+                ORDER,
+                Field("int64"),
+                uploads=self._uploads,
+                content=ContentDigest(),
+            )
+            if ordered
+            else None
+        )
 
     def append(
         self,
@@ -110,8 +130,9 @@ class PartWriter:
                 "data set %r has a sample of %s: writing such samples takes the memory of two, "
                 "loading them that of three in batches of one: a batch that is ready, one in use, "
                 "one just dropped. Split them (windows, frames) where that is too much.",
-                self.name, format_bytes(largest),
-            )  # fmt: skip
+                self.name,
+                format_bytes(largest),
+            )
 
     def finish(self) -> DatasetPart:
         """Store the rest. All is durable on return."""

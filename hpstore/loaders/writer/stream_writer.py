@@ -83,9 +83,12 @@ class StreamWriter:
         self.largest_bytes = max(self.largest_bytes, self.record.fixed_bytes)
         kind = RaggedShard if self.record.ragged else FixedShard
         self._builder = kind(
-            self.record, unit_bytes, shard_bytes=self._shard_bytes, data=self._pool.data,
+            self.record,
+            unit_bytes,
+            shard_bytes=self._shard_bytes,
+            data=self._pool.data,
             indexed=not self._compression,
-        )  # fmt: skip
+        )
 
     def add(self, batch: Mapping[str, Array], ragged: Mapping[str, Sequence[Bytes]]) -> None:
         """Append rows: `batch` holds arrays of the fixed fields, `ragged` bytes of the others."""
@@ -96,11 +99,16 @@ class StreamWriter:
         tables = np.array([[len(v) for v in column] for column in values], np.int64).T
         offsets = self.record.ragged_starts(tables)
         fixed = [
-            (self.record.offsets[name], self.record.fields[name].row_bytes,
-             np.ascontiguousarray(batch[name], self.record.fields[name].storage)
-             .reshape(-1).view(np.uint8).data)
+            (
+                self.record.offsets[name],
+                self.record.fields[name].row_bytes,
+                np.ascontiguousarray(batch[name], self.record.fields[name].storage)
+                .reshape(-1)
+                .view(np.uint8)
+                .data,
+            )
             for name in self.record.fixed
-        ]  # fmt: skip
+        ]
         places = offsets.tolist()
 
         def fill(view: memoryview, start: int, row: int) -> None:
@@ -239,9 +247,15 @@ class FieldColumnWriter:
     """Fills and stores the column objects of one scalar field. One thread at a time."""
 
     def __init__(
-        self, pool: Pool, place: tuple[str, str, str], name: str, field: Field, *,
-        uploads: Uploads, content: ContentDigest,
-    ) -> None:  # fmt: skip
+        self,
+        pool: Pool,
+        place: tuple[str, str, str],
+        name: str,
+        field: Field,
+        *,
+        uploads: Uploads,
+        content: ContentDigest,
+    ) -> None:
         self.field, self.hashes = field, list[str]()
         self._pool, self._place, self._name = pool, place, name
         self._uploads, self._content = uploads, content

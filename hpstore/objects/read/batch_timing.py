@@ -87,15 +87,22 @@ class BatchMeter:
         compared = np.array([device not in left_out for device in self._devices])
         usual = _usual(means, self._counts, nbytes, compared)
         rows = zip(
-            self._devices, self._counts.tolist(), (nbytes / self._counts).tolist(),
-            means.tolist(), usual.tolist(), strict=True,
-        )  # fmt: skip
+            self._devices,
+            self._counts.tolist(),
+            (nbytes / self._counts).tolist(),
+            means.tolist(),
+            usual.tolist(),
+            strict=True,
+        )
         for device, count, mean_bytes, mean_seconds, usual_seconds in rows:
             if device not in left_out:
                 self._meters[device].note_batch(
-                    count=count, nbytes=mean_bytes, in_flight=min(len(sizes), self._most),
-                    seconds=mean_seconds, usual=usual_seconds,
-                )  # fmt: skip
+                    count=count,
+                    nbytes=mean_bytes,
+                    in_flight=min(len(sizes), self._most),
+                    seconds=mean_seconds,
+                    usual=usual_seconds,
+                )
 
     def _leave(self, devices: list[str]) -> None:
         for device in devices:

@@ -51,9 +51,14 @@ class ColumnReader:
     """
 
     def __init__(
-        self, device_id: str, device: Device, handle: ReadHandle, header: ColumnHeader,
-        name: ColumnName, pool_key: PoolKey | None,
-    ) -> None:  # fmt: skip
+        self,
+        device_id: str,
+        device: Device,
+        handle: ReadHandle,
+        header: ColumnHeader,
+        name: ColumnName,
+        pool_key: PoolKey | None,
+    ) -> None:
         self.device_id, self.header, self.name = device_id, header, name
         self.pool_key = pool_key
         self._device, self._handle = device, handle

@@ -118,7 +118,8 @@ def read_held(held: ColumnReader, low: int, target: Bytes) -> ColumnReader | Non
 def spare_bytes(plan: WindowPlan, before: WindowReads) -> tuple[int, int]:
     """Bytes to read for a spare plan, and memory for it, beside what has arrived of a flight."""
     reads = sum(
-        high - low for column, (low, high) in plan.reads.items()
+        high - low
+        for column, (low, high) in plan.reads.items()
         if before.part(column, low, high) is None
-    )  # fmt: skip
+    )
     return reads, reads + sum(high - low for low, high in plan.lost.values())

@@ -112,9 +112,10 @@ class ObjectReader:
     def enough_without(self, devices: Collection[str]) -> bool:
         """Whether k columns are open, or can be, if nothing on these devices answers."""
         left = self.columns.keys() | {
-            column for column, files in self.layout.columns.items()
+            column
+            for column, files in self.layout.columns.items()
             if column not in self.damaged and any(f.device not in devices for f in files)
-        }  # fmt: skip
+        }
         return len(left) >= self.layout.data
 
     def _accept(self, column: int, reader: ColumnReader) -> None:
@@ -154,9 +155,10 @@ class ObjectReader:
     def _closed(self, away: Iterable[str]) -> list[int]:
         """Columns that can be opened, but for those on devices that are `away`."""
         return [
-            column for column, files in sorted(self._untried.items())
+            column
+            for column, files in sorted(self._untried.items())
             if column not in self.columns and files and files[0].device not in away
-        ]  # fmt: skip
+        ]
 
     def closed_columns(self) -> dict[int, ColumnFile]:
         """Files of columns that are not open, on devices in good standing; for spare reads."""
@@ -164,8 +166,9 @@ class ObjectReader:
 
     def file_on(self, device: str) -> ColumnFile | None:
         """A file of the object on a device."""
-        return next((f for files in self.layout.columns.values() for f in files
-                     if f.device == device), None)  # fmt: skip
+        return next(
+            (f for files in self.layout.columns.values() for f in files if f.device == device), None
+        )
 
     def adopt(self, column: int, opened: ColumnReader | Exception) -> None:
         """Take what a spare read has opened, or what went wrong with it. By this one's thread."""
@@ -272,9 +275,7 @@ class ObjectReader:
         """Asked at each plan: columns that cannot be used for column bytes [low, high)."""
         return lambda: self.erasures.columns_in(low, high)
 
-    def _plan(
-        self, plan: Callable[[frozenset[int]], WindowPlan | None], what: str
-    ) -> WindowPlan:  # fmt: skip
+    def _plan(self, plan: Callable[[frozenset[int]], WindowPlan | None], what: str) -> WindowPlan:
         """Plan with the columns that are open, opening spare ones when they are too few."""
         if self._routed != self.store.routing.version:
             self.open_enough()

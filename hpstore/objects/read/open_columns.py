@@ -58,9 +58,13 @@ def open_together(
 
 
 def open_files(
-    store: PoolContext, key: str, files: Mapping[int, ColumnFile], *, whole: bool,
+    store: PoolContext,
+    key: str,
+    files: Mapping[int, ColumnFile],
+    *,
+    whole: bool,
     spare: Callable[[set[str]], bool] | None,
-) -> dict[int, ColumnReader | Exception]:  # fmt: skip
+) -> dict[int, ColumnReader | Exception]:
     """The same for columns of one object, by their numbers."""
     columns: dict[str, list[int]] = {}
     for column, found in files.items():

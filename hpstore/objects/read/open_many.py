@@ -63,12 +63,16 @@ def _open_columns(store: PoolContext, readers: dict[str, ObjectReader], whole: b
         first = itertools.islice(reader.closed_columns().items(), reader.layout.data)
         for column, file in first:
             wanted[file.device].append((reader, column, file.name))
-    names = {device: [(reader.key, name) for reader, _, name in columns]
-             for device, columns in wanted.items()}  # fmt: skip
+    names = {
+        device: [(reader.key, name) for reader, _, name in columns]
+        for device, columns in wanted.items()
+    }
     opened = open_together(
-        store, names, whole=whole,
+        store,
+        names,
+        whole=whole,
         spare=lambda silent: all(r.enough_without(silent) for r in readers.values()),
-    )  # fmt: skip
+    )
     for device, answers in opened.items():
         for (reader, column, _), answer in zip(wanted[device], answers, strict=True):
             if readers.get(reader.key) is not reader:  # it has changed

@@ -79,9 +79,7 @@ def plan_window(
     for column in have:
         own = reads.get(column, (low, high))
         reads[column] = (min(low, own[0]), max(high, own[1]))
-    return WindowPlan(
-        pieces=pieces, reads=reads, lost=dict.fromkeys(lost, (low, high)), have=have
-    )  # fmt: skip
+    return WindowPlan(pieces=pieces, reads=reads, lost=dict.fromkeys(lost, (low, high)), have=have)
 
 
 def plan_rebuild(

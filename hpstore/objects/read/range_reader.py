@@ -44,9 +44,14 @@ class PooledReader(Closing):
     """
 
     def __init__(
-        self, store: PoolContext, key: str, reader: ObjectReader | None = None,
-        content: ContentId | None = None, *, whole: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        store: PoolContext,
+        key: str,
+        reader: ObjectReader | None = None,
+        content: ContentId | None = None,
+        *,
+        whole: bool = False,
+    ) -> None:
         """`content`: of the version that is read, and no other; the newest unless given. `whole` as
         of ObjectReader."""
         self._store, self._key, self._content, self._whole = store, key, content, whole
@@ -155,7 +160,7 @@ class PooledReader(Closing):
     def _opened(self, *, patient: bool) -> ObjectReader:
         return open_object(
             self._store, self._key, self._content, whole=self._whole, patient=patient
-        )  # fmt: skip
+        )
 
     def close(self) -> None:
         """Release the files. Idempotent."""

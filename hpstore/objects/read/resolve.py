@@ -23,9 +23,13 @@ RESOLVE_TRIES = 8  # a reader meets at most this many replacements of its key in
 
 
 def open_survey(
-    store: PoolContext, survey: Survey, content: ContentId | None = None, *, whole: bool = False,
+    store: PoolContext,
+    survey: Survey,
+    content: ContentId | None = None,
+    *,
+    whole: bool = False,
     patient: bool = True,
-) -> ObjectReader:  # fmt: skip
+) -> ObjectReader:
     """Open the newest version of a survey, or the one with that content. PROTOCOL 7.
 
     `whole` and `patient` as of ObjectReader.
@@ -62,8 +66,9 @@ def _open_group(
     """Open the best layout of one version's content; None when all are torn puts."""
     unclear: TooManyErasures | None = None
     for layout in layouts:
-        reader = ObjectReader(store, layout, survey.key, unknown=survey.unknown, whole=whole,
-                              patient=patient)  # fmt: skip
+        reader = ObjectReader(
+            store, layout, survey.key, unknown=survey.unknown, whole=whole, patient=patient
+        )
         try:
             if reader.open_enough():
                 return reader
@@ -83,9 +88,13 @@ def _open_group(
 
 
 def open_object(
-    store: PoolContext, key: str, content: ContentId | None = None, *, whole: bool = False,
+    store: PoolContext,
+    key: str,
+    content: ContentId | None = None,
+    *,
+    whole: bool = False,
     patient: bool = False,
-) -> ObjectReader:  # fmt: skip
+) -> ObjectReader:
     """Resolve a key and open its newest version, or the one with that `content`; again when it
     changes underneath, a bounded number of times.
 

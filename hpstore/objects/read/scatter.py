@@ -63,10 +63,14 @@ class _Part:
     def some(self, which: Int64s | slice) -> _Part:
         """Some of the reads. `arrived` of a slice is a view."""
         return replace(
-            self, low=self.low[which], size=self.size[which], place=self.place[which],
+            self,
+            low=self.low[which],
+            size=self.size[which],
+            place=self.place[which],
             number=None if self.number is None else self.number[which],
-            inside=self.inside[which], arrived=self.arrived[which],
-        )  # fmt: skip
+            inside=self.inside[which],
+            arrived=self.arrived[which],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,9 +100,12 @@ class Scatter:
     """
 
     def __init__(
-        self, targets: Sequence[Bytes], check: Check, addresses: Int64s | None = None,
+        self,
+        targets: Sequence[Bytes],
+        check: Check,
+        addresses: Int64s | None = None,
         room: Sequence[Bytes] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         count = len(targets)
         self._targets, self._check = targets, check
         self._lengths = np.fromiter(map(len, targets), np.int64, count)
@@ -108,8 +115,9 @@ class Scatter:
         )
         self._addresses = (
             np.fromiter((address_of(t) if len(t) else 0 for t in targets), np.int64, count)
-            if addresses is None else addresses
-        )  # fmt: skip
+            if addresses is None
+            else addresses
+        )
         self._parts: defaultdict[str, list[_Part]] = defaultdict(list)  # by device
         self._lost: list[_Lost] = []
         self._scratch_bytes = 0
@@ -152,31 +160,58 @@ class Scatter:
         place = np.where(room > 0, self._scratch_bytes + np.cumsum(room) - room, -1)
         self._scratch_bytes += int(room.sum())
         self._parts[held.device_id].append(
-            _Part(held=held, low=low, size=size, place=place, number=number, inside=inside,
-                  arrived=np.zeros(len(low), bool))
-        )  # fmt: skip
+            _Part(
+                held=held,
+                low=low,
+                size=size,
+                place=place,
+                number=number,
+                inside=inside,
+                arrived=np.zeros(len(low), bool),
+            )
+        )
 
     def _add_lost(
-        self, geometry: Geometry, usable: Mapping[int, ColumnReader], column: int, low: Int64s,
-        size: Int64s, number: Int64s, inside: Int64s,
-    ) -> None:  # fmt: skip
+        self,
+        geometry: Geometry,
+        usable: Mapping[int, ColumnReader],
+        column: int,
+        low: Int64s,
+        size: Int64s,
+        number: Int64s,
+        inside: Int64s,
+    ) -> None:
         sources = sorted(usable.items())[: geometry.data]
         if len(sources) < geometry.data:
             return
         first, total = self._scratch_bytes, int(size.sum())
         start = np.cumsum(size) - size
         parts = {
-            source: _Part(held=held, low=low, size=size, place=first + index * total + start,
-                          number=None, inside=inside, arrived=np.zeros(len(low), bool))
+            source: _Part(
+                held=held,
+                low=low,
+                size=size,
+                place=first + index * total + start,
+                number=None,
+                inside=inside,
+                arrived=np.zeros(len(low), bool),
+            )
             for index, (source, held) in enumerate(sources)
-        }  # fmt: skip
+        }
         for part in parts.values():
             self._parts[part.held.device_id].append(part)
         self._scratch_bytes += (geometry.data + 1) * total
         self._lost.append(
-            _Lost(geometry=geometry, column=column, sources=parts, place=first, total=total,
-                  start=start + inside, number=number)
-        )  # fmt: skip
+            _Lost(
+                geometry=geometry,
+                column=column,
+                sources=parts,
+                place=first,
+                total=total,
+                start=start + inside,
+                number=number,
+            )
+        )
 
     def run(self, store: PoolContext) -> Scattered:
         """Read all. What is not good is to be read in another way.
@@ -187,9 +222,10 @@ class Scatter:
         lease = self._take_scratch(store)
         memory = _NOTHING if lease is None else lease.array
         at_once = {
-            device: parts for device, parts in self._parts.items()
+            device: parts
+            for device, parts in self._parts.items()
             if all(part.held.descriptor >= 0 for part in parts) and store.scheduler.answers(device)
-        }  # fmt: skip
+        }
         futures = self._submit(store, self._parts.keys() - at_once.keys(), memory)
         late = self._read_batch(store, at_once, memory)
         if late is None:
@@ -246,17 +282,22 @@ class Scatter:
             batch = read_batch(
                 np.repeat([part.held.descriptor for part in parts], counts),
                 np.concatenate([part.low for part in parts]) + HEADER_BYTES,
-                np.concatenate([
-                    base + part.place if part.number is None
-                    else np.where(part.place < 0, self._addresses[part.number], base + part.place)
-                    for part in parts
-                ]),
+                np.concatenate(
+                    [
+                        base + part.place
+                        if part.number is None
+                        else np.where(
+                            part.place < 0, self._addresses[part.number], base + part.place
+                        )
+                        for part in parts
+                    ]
+                ),
                 sizes,
                 seconds=store.settings.device_deadline_seconds,
                 keep=(self, memory),
                 timed=meter.timed,
                 hopeless=meter.hopeless,
-            )  # fmt: skip
+            )
         finally:
             meter.end(batch, sizes)
         if batch is None:
@@ -318,9 +359,14 @@ class Scatter:
         ]
         geometry = lost.geometry
         store.code.reconstruct(
-            geometry.code, geometry.data, geometry.parity, tuple(lost.sources), (lost.column,),
-            rows[:-1], rows[-1:],
-        )  # fmt: skip
+            geometry.code,
+            geometry.data,
+            geometry.parity,
+            tuple(lost.sources),
+            (lost.column,),
+            rows[:-1],
+            rows[-1:],
+        )
         starts = lost.start[arrived].tolist()
         for number, start in zip(lost.number[arrived].tolist(), starts, strict=True):
             target = self._targets[number]

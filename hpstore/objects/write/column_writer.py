@@ -206,8 +206,9 @@ class ColumnSet:
         try:
             self._store.scheduler.start(
                 {device: call(column) for device, column in columns.items()},
-                brief=brief, into=begun,
-            )  # fmt: skip
+                brief=brief,
+                into=begun,
+            )
         finally:  # abort() waits for those that were begun
             with self._lock:
                 for device, future in begun.items():
@@ -220,9 +221,7 @@ class ColumnSet:
         with self._lock:
             return [future for column in self.columns.values() for future in column.flying]
 
-    def settle(
-        self, futures: Mapping[int, Future[None]], *, waited: float | None = None
-    ) -> None:  # fmt: skip
+    def settle(self, futures: Mapping[int, Future[None]], *, waited: float | None = None) -> None:
         """Wait for calls; note failures, drop the straggler that its peers leave far behind.
         `waited`: for so many seconds they were waited for already, and are no longer."""
         elapsed = self._wait(futures) if waited is None else waited
@@ -251,10 +250,14 @@ class ColumnSet:
         column = self.columns[number]
         if not future.done():
             future.cancel()
-            self.fail(column, DeviceTimeout(
-                f"device {column.device.url} is {seconds:.1f} s behind its peers in a write of "
-                f"{column.header.key!r}; the column is left out", device=column.device_id,
-            ))  # fmt: skip
+            self.fail(
+                column,
+                DeviceTimeout(
+                    f"device {column.device.url} is {seconds:.1f} s behind its peers in a write of "
+                    f"{column.header.key!r}; the column is left out",
+                    device=column.device_id,
+                ),
+            )
             return
         if future.cancelled():
             return
@@ -273,8 +276,9 @@ class ColumnSet:
         if first:
             self._store.note_write(column.device_id, column.device.url, error)
             self._store.metrics.count("column_write_error_total")
-            _log.warning("write of %r: column %d lost: %s", column.header.key,
-                         column.header.column, error)  # fmt: skip
+            _log.warning(
+                "write of %r: column %d lost: %s", column.header.key, column.header.column, error
+            )
 
     def create(self) -> None:
         """Reserve space for all columns, side by side."""
@@ -285,9 +289,9 @@ class ColumnSet:
     def finish(self) -> None:
         """Seal and publish every column that is alive. Raises MembershipMoved, HorizonPassed."""
         sealed = all(column.sealed for column in self.alive())
-        self.settle(self.begin(
-            lambda column: partial(self._finish_one, column), "name" if sealed else ""
-        ))  # fmt: skip
+        self.settle(
+            self.begin(lambda column: partial(self._finish_one, column), "name" if sealed else "")
+        )
         with self._lock:
             self._decided = True
 
@@ -341,8 +345,11 @@ class ColumnSet:
         )
         answers = self._store.scheduler.gather(
             {d: partial(self.check_generation, column) for d, column in columns.items()},
-            settings.device_deadline_seconds, patience=spare, brief="generation", ask_late=True,
-        )  # fmt: skip
+            settings.device_deadline_seconds,
+            patience=spare,
+            brief="generation",
+            ask_late=True,
+        )
         for device, answer in answers.items():
             if isinstance(answer, MembershipMoved):
                 raise answer

@@ -84,9 +84,14 @@ def bar_puts(store: PoolContext, claims: Claims, key: str) -> bool:
             if newest is not None and newest.kind is not Kind.TOMBSTONE:
                 return False
             columns = write_new_version(
-                store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey,
+                store,
+                key,
+                MemorySource(b""),
+                metadata={},
+                kind=Kind.TOMBSTONE,
+                survey=survey,
                 next_counter=claim.next_counter,
-            )  # fmt: skip
+            )
             claim.give_back()
             older = [f for f in survey.files if f.name.version < columns.version]
             remove_files(store, key, [*older, *columns.superseded])

@@ -39,9 +39,11 @@ def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) ->
         return 0
     present = [d for d in by_device if d in store.view.devices]
     results = store.scheduler.gather(
-        {d: retire(d) for d in present}, store.settings.device_deadline_seconds,
-        patience=Patience(PATIENCE, lambda _: True), brief=f"retire {count.bit_length()}",
-    )  # fmt: skip
+        {d: retire(d) for d in present},
+        store.settings.device_deadline_seconds,
+        patience=Patience(PATIENCE, lambda _: True),
+        brief=f"retire {count.bit_length()}",
+    )
     failed = sum(isinstance(result, Exception) for result in results.values())
     if failed:
         store.metrics.count("remove_error_total", failed)

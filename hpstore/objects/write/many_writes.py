@@ -68,8 +68,9 @@ class Calls:
         try:
             self._scheduler.start(
                 {device: partial(_make, calls) for device, calls in waiting.items()},
-                brief=f"{step} {count.bit_length()}", into=began,
-            )  # fmt: skip
+                brief=f"{step} {count.bit_length()}",
+                into=began,
+            )
         finally:
             for device, calls in waiting.items():
                 if device in began:
@@ -146,14 +147,15 @@ def delete_objects(store: PoolContext, keys: Sequence[str]) -> dict[str, Excepti
 
 def put_objects(
     store: PoolContext, objects: Mapping[str, SmallPut]
-) -> dict[str, ObjectInfo | Exception]:  # fmt: skip
+) -> dict[str, ObjectInfo | Exception]:
     """Store up to MOST_KEYS objects of up to SMALL_BYTES, each as put_object does; its facts or
     error for each. Sources belong to this call until it returns."""
     surveys = survey_keys(store, list(objects), patience=PATIENCE, offers=True)
     plain = {
-        key: wanted for key, wanted in objects.items()
+        key: wanted
+        for key, wanted in objects.items()
         if _is_plain(store, surveys[key], absent=True)
-    }  # fmt: skip
+    }
     writes = _write_together(store, plain, surveys, Kind.COLUMN)
     results: dict[str, ObjectInfo | Exception] = {}
     for key, wanted in objects.items():
@@ -216,10 +218,13 @@ def _write_together(
             write.columns.abandon(take_back=not write.done)
         release_after(lease, fills)
     done = {key: write for key, write in writes.items() if write.done}
-    remove_all(store, {
-        key: [f for f in write.survey.files if f.name.version < write.columns.version]
-        for key, write in done.items()
-    })  # fmt: skip
+    remove_all(
+        store,
+        {
+            key: [f for f in write.survey.files if f.name.version < write.columns.version]
+            for key, write in done.items()
+        },
+    )
     store.metrics.count("written_together_total", len(done))
     store.metrics.count("written_together_again_total", len(wanted) - len(done))
     return writes
@@ -233,9 +238,12 @@ def _planned(
         store, key, put.source.size, exclude=(), kind=kind, offered=survey.offered
     )
     content = PutContent(
-        key=key, version=store.new_version(survey.versions()), kind=kind,
-        created_ms=store.clock.wall_ms(), metadata=put.metadata,
-    )  # fmt: skip
+        key=key,
+        version=store.new_version(survey.versions()),
+        kind=kind,
+        created_ms=store.clock.wall_ms(),
+        metadata=put.metadata,
+    )
     headers = make_headers(store, content, geometry, devices)
     columns = ColumnSet(
         store, headers, floor=geometry.floor(), generation=store.view.record.generation, lanes=calls
@@ -261,9 +269,12 @@ def _fill(
         if write.geometry.size:
             end = at + _memory(write)
             writer = StripeWriter(
-                store, write.columns, write.geometry, write.geometry.floor(),
+                store,
+                write.columns,
+                write.geometry,
+                write.geometry.floor(),
                 write.geometry.column_bytes,
-            )  # fmt: skip
+            )
             try:
                 futures = writer.fill(write.wanted.source, memory[at:end])
             except (HpstoreError, OSError):
@@ -278,9 +289,12 @@ def _fill(
 
 
 def _step(
-    store: PoolContext, writes: Iterable[_Write], calls: Calls, step: str,
+    store: PoolContext,
+    writes: Iterable[_Write],
+    calls: Calls,
+    step: str,
     call: Callable[[ColumnWriter], Callable[[], None]],
-) -> None:  # fmt: skip
+) -> None:
     """Make a call for each column of those of which nothing has failed."""
     started = [(write, write.columns.submit(call)) for write in writes if write.alive]
     _settle(store, started, calls, step)
@@ -294,9 +308,11 @@ def _naming(writes: Mapping[str, _Write]) -> Callable[[ColumnWriter], Callable[[
 
 
 def _settle(
-    store: PoolContext, started: Sequence[tuple[_Write, Mapping[int, Future[None]]]],
-    calls: Calls, step: str,
-) -> None:  # fmt: skip
+    store: PoolContext,
+    started: Sequence[tuple[_Write, Mapping[int, Future[None]]]],
+    calls: Calls,
+    step: str,
+) -> None:
     """Make the calls and wait for them; note what has failed."""
     waited = _wait(store, calls.begin(step))
     for write, futures in started:

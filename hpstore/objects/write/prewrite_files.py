@@ -76,9 +76,12 @@ def column_sizes(store: PoolContext, sizes: Sequence[int], copies: int) -> list[
     found: list[int] = []
     for size in sizes:
         geometry = plan_geometry(
-            size, data=record.data, parity=record.parity, unit_bytes=record.unit_bytes,
+            size,
+            data=record.data,
+            parity=record.parity,
+            unit_bytes=record.unit_bytes,
             usable=usable,
-        )  # fmt: skip
+        )
         file_bytes = column_file_bytes(geometry)
         if geometry.code is not Code.COPIES and file_bytes >= RECYCLE_MIN_BYTES:
             found += [file_bytes] * div_ceil(copies * geometry.width, usable)
@@ -132,7 +135,7 @@ class _Spare:
 
     def __init__(
         self, device_id: str, device: Device, size: int, page: Bytes, chunk: Bytes
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device_id, self._device, self._size = device_id, device, size
         self._page, self._chunk = page, chunk
         self._handle: WriteHandle | None = None
@@ -169,7 +172,7 @@ class _Spare:
 
 def _write_side_by_side(
     store: PoolContext, spares: Sequence[_Spare], proceed: Proceed
-) -> tuple[int, bool]:  # fmt: skip
+) -> tuple[int, bool]:
     """Write files of different devices; how many were finished, and whether `proceed` said no."""
     finished, deadline = 0, store.settings.device_deadline_seconds
     writing = list(spares)
@@ -194,7 +197,7 @@ def _write_side_by_side(
 
 def _give_up(
     store: PoolContext, spare: _Spare, future: Future[bool | None], error: Exception
-) -> None:  # fmt: skip
+) -> None:
     """A device that fails here costs its later puts the time of new blocks, nothing else."""
     store.metrics.count("space_prepare_error_total")
     _log.warning("no space is prepared on device %s: %s", spare.device_id, error)

@@ -157,9 +157,16 @@ def write_new_version(
         ColumnFile
     ] = []  # of attempts that may be visible: they are superseded, not taken back
     wanted = _NewVersion(
-        key=key, source=source, metadata=metadata, kind=kind, survey=survey, throttle=throttle,
-        unit_bytes=unit_bytes, horizons=horizons, next_counter=next_counter,
-    )  # fmt: skip
+        key=key,
+        source=source,
+        metadata=metadata,
+        kind=kind,
+        survey=survey,
+        throttle=throttle,
+        unit_bytes=unit_bytes,
+        horizons=horizons,
+        next_counter=next_counter,
+    )
     try:
         columns = _write_whole(store, wanted, revise=revise, left=left)
         try:
@@ -203,9 +210,12 @@ class _NewVersion:
 
     def content(self, store: PoolContext, version: Version) -> PutContent:
         return PutContent(
-            key=self.key, version=version, kind=self.kind, created_ms=store.clock.wall_ms(),
+            key=self.key,
+            version=version,
+            kind=self.kind,
+            created_ms=store.clock.wall_ms(),
             metadata=self.metadata,
-        )  # fmt: skip
+        )
 
 
 def _write_whole(
@@ -227,10 +237,16 @@ def _write_whole(
             version = revise = revise.revised()
         try:
             return write_columns(
-                now, wanted.content(store, version), geometry, devices, wanted.source,
-                roll_back=revise is None, throttle=wanted.throttle, left=left,
+                now,
+                wanted.content(store, version),
+                geometry,
+                devices,
+                wanted.source,
+                roll_back=revise is None,
+                throttle=wanted.throttle,
+                left=left,
                 horizons=wanted.horizons,
-            )  # fmt: skip
+            )
         except HorizonPassed as error:
             if revise is not None:
                 raise
@@ -252,15 +268,24 @@ def _write_whole(
 
 
 def _plan(
-    store: PoolContext, wanted: _NewVersion, *, exclude: set[str],
-    offered: Mapping[str, Usage | None] | None, last: Exception | None,
-) -> tuple[Geometry, list[str]]:  # fmt: skip
+    store: PoolContext,
+    wanted: _NewVersion,
+    *,
+    exclude: set[str],
+    offered: Mapping[str, Usage | None] | None,
+    last: Exception | None,
+) -> tuple[Geometry, list[str]]:
     """As plan_columns; without enough devices the error has the `last` failure, too."""
     try:
         return plan_columns(
-            store, wanted.key, wanted.source.size, exclude=exclude, kind=wanted.kind,
-            unit_bytes=wanted.unit_bytes, offered=offered,
-        )  # fmt: skip
+            store,
+            wanted.key,
+            wanted.source.size,
+            exclude=exclude,
+            kind=wanted.kind,
+            unit_bytes=wanted.unit_bytes,
+            offered=offered,
+        )
     except TooFewDevices as error:
         if last is None:
             raise
@@ -335,9 +360,16 @@ def put_object(
     check_conditions(store, survey, if_absent=if_absent, if_version=if_version)
     require_writable(store.view, survey)
     columns = write_new_version(
-        store, key, source, metadata=metadata, kind=Kind.COLUMN, survey=survey, throttle=throttle,
-        unit_bytes=unit_bytes, next_counter=next_counter,
-    )  # fmt: skip
+        store,
+        key,
+        source,
+        metadata=metadata,
+        kind=Kind.COLUMN,
+        survey=survey,
+        throttle=throttle,
+        unit_bytes=unit_bytes,
+        next_counter=next_counter,
+    )
     published = columns.published()
     header = published[0].header
     if acknowledge is not None:
@@ -365,9 +397,15 @@ def _finish_half_done(store: PoolContext, key: str) -> None:
         try:
             if len({file.device for file in newest.files}) <= newest.parity:
                 version = write_new_version(
-                    store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE,
-                    survey=survey, revise=version, horizons=horizons,
-                ).version  # fmt: skip
+                    store,
+                    key,
+                    MemorySource(b""),
+                    metadata={},
+                    kind=Kind.TOMBSTONE,
+                    survey=survey,
+                    revise=version,
+                    horizons=horizons,
+                ).version
         except HorizonPassed as error:
             last = error
             continue
@@ -375,8 +413,9 @@ def _finish_half_done(store: PoolContext, key: str) -> None:
         return
     failed = TooFewDevices(
         f"a delete of {key!r} that was half done could not be finished {PUT_TRIES} times in a row: "
-        f"{last}.", key=key,
-    )  # fmt: skip
+        f"{last}.",
+        key=key,
+    )
     say_maybe(failed, MAYBE_DELETED)
     raise failed from last
 

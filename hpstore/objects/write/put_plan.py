@@ -54,9 +54,12 @@ def plan_columns(
         if kind is Kind.TOMBSTONE:
             return empty_geometry(record.parity)
         return plan_geometry(
-            size, data=record.data, parity=record.parity,
-            unit_bytes=unit_bytes or record.unit_bytes, usable=usable,
-        )  # fmt: skip
+            size,
+            data=record.data,
+            parity=record.parity,
+            unit_bytes=unit_bytes or record.unit_bytes,
+            usable=usable,
+        )
 
     candidates, file_bytes = store.without_slow([offer.candidate for offer in offers]), 0
     geometry = shape(candidates)

@@ -47,8 +47,9 @@ def plan_batches(geometry: Geometry, column_bytes: int) -> Iterator[StripeBatch]
     """
     unit = geometry.unit_bytes
     if in_one_call(geometry, column_bytes):
-        yield StripeBatch(first=0, last=geometry.stripe_count, column_offset=0,
-                    column_bytes=geometry.column_bytes)  # fmt: skip
+        yield StripeBatch(
+            first=0, last=geometry.stripe_count, column_offset=0, column_bytes=geometry.column_bytes
+        )
         return
     count = max(1, column_bytes // unit)
     count = round_up(count * unit, max(BLOCK_BYTES, unit)) // unit
@@ -242,7 +243,7 @@ class StripeWriter:
 
     def _prepare_packed(
         self, batch: StripeBatch, source: PutSource, memory: Bytes
-    ) -> dict[int, Future[None]]:  # fmt: skip
+    ) -> dict[int, Future[None]]:
         """Copy a batch into memory, column by column, zero-padded; encode, checksum, write."""
         columns = self._pack(batch, source, memory)
         if self._whole:

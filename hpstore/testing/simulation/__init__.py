@@ -9,4 +9,4 @@ from hpstore.testing.simulation.machinery import installed
 from hpstore.testing.simulation.schedule import Schedule
 from hpstore.testing.simulation.simulator import SimulationOutcome, run
 
-__all__ = ["SimulationOutcome", "Schedule", "draw", "installed", "run"]
+__all__ = ["Schedule", "SimulationOutcome", "draw", "installed", "run"]

@@ -32,10 +32,13 @@ def content(value: int, size: int) -> bytes:
 def settings_of(setup: Setup, run_directory: str) -> Settings:
     """Of every process; the defaults in seconds unless the setup differs."""
     return Settings(
-        memory_bytes=16 * MIB, run_directory=run_directory, recycle_bytes=setup.recycle_bytes,
+        memory_bytes=16 * MIB,
+        run_directory=run_directory,
+        recycle_bytes=setup.recycle_bytes,
         put_deadline_seconds=setup.put_deadline_seconds,
-        tombstone_seconds=setup.tombstone_seconds, health=False,
-    )  # fmt: skip
+        tombstone_seconds=setup.tombstone_seconds,
+        health=False,
+    )
 
 
 @dataclass(slots=True)
@@ -260,9 +263,11 @@ class Client:
         published, lost_before = self.process.counts["publish"], set(scene.lost)
         try:
             info = self.open_pool.put(
-                turn.key, content(value, scene.sizes[value]),
-                if_absent=expected == ABSENT and version is None, if_version=version,
-            )  # fmt: skip
+                turn.key,
+                content(value, scene.sizes[value]),
+                if_absent=expected == ABSENT and version is None,
+                if_version=version,
+            )
         except VersionConflict:
             write.refused = self.process.counts["publish"] == published
             raise
@@ -454,7 +459,24 @@ class Client:
 
 ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
     name: getattr(Client, name)
-    for name in ("put", "put_absent", "put_version", "get", "delete", "settle", "list", "stat",
-                 "evict", "drain", "begin_drain", "add", "readmit", "rebuild", "scrub",
-                 "rebalance", "reopen", "refresh")
-}  # fmt: skip
+    for name in (
+        "put",
+        "put_absent",
+        "put_version",
+        "get",
+        "delete",
+        "settle",
+        "list",
+        "stat",
+        "evict",
+        "drain",
+        "begin_drain",
+        "add",
+        "readmit",
+        "rebuild",
+        "scrub",
+        "rebalance",
+        "reopen",
+        "refresh",
+    )
+}

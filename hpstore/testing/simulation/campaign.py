@@ -106,8 +106,10 @@ def _batches(options: argparse.Namespace) -> Iterator[tuple[int, int]]:
 
 def _progress(found: CampaignResult, seconds: float) -> str:
     rate = found.seeds / max(seconds, 1e-9)
-    return (f"{found.seeds} seeds, {rate:.1f} seeds/s, {found.steps} device operations, "
-            f"{len(found.findings)} findings")  # fmt: skip
+    return (
+        f"{found.seeds} seeds, {rate:.1f} seeds/s, {found.steps} device operations, "
+        f"{len(found.findings)} findings"
+    )
 
 
 def table(pairs: Counter[tuple[str, str]]) -> str:
@@ -195,8 +197,16 @@ def main(arguments: list[str] | None = None) -> int:
     found = search(options)
     if options.json:
         pairs = [[*pair, n] for pair, n in sorted(found.pairs.items())]
-        _say(json.dumps({"seeds": found.seeds, "steps": found.steps, "pairs": pairs,
-                         "findings": sorted(found.findings)}))  # fmt: skip
+        _say(
+            json.dumps(
+                {
+                    "seeds": found.seeds,
+                    "steps": found.steps,
+                    "pairs": pairs,
+                    "findings": sorted(found.findings),
+                }
+            )
+        )
     else:
         _say(table(found.pairs))
         _explain(options, found)

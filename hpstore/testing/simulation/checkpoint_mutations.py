@@ -92,8 +92,11 @@ def _lists_once(exchange: Exchange) -> None:
             """As they were."""
             return list(self._listed)
 
-    exchange(checkpointer, "restore_together",
-             lambda ranks, steps, *rest: before(ranks, Once(steps), *rest))  # type: ignore[arg-type]  # fmt: skip
+    exchange(
+        checkpointer,
+        "restore_together",
+        lambda ranks, steps, *rest: before(ranks, Once(steps), *rest),  # type: ignore[arg-type]
+    )
 
 
 def _stops_at_gone_steps(exchange: Exchange) -> None:

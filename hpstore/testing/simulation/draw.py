@@ -18,28 +18,80 @@ from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Sched
 SHARED_LOCKS = find_spec("hpstore.agreement.registers") is not None
 GEOMETRIES = ((1, 1), (2, 1), (2, 2), (4, 2), (1, 2), (3, 1))
 _HOUR = 3600.0
-_CALM = {"put": 8, "get": 4, "delete": 2, "settle": 2, "rebuild": 4, "scrub": 2, "list": 1,
-         "stat": 1, "reopen": 1, "refresh": 1}  # fmt: skip
+_CALM = {
+    "put": 8,
+    "get": 4,
+    "delete": 2,
+    "settle": 2,
+    "rebuild": 4,
+    "scrub": 2,
+    "list": 1,
+    "stat": 1,
+    "reopen": 1,
+    "refresh": 1,
+}
 _MEMBERS = {"evict": 3, "drain": 2, "begin_drain": 1, "add": 2, "readmit": 3, "rebalance": 1}
 _CONDITIONAL = {"put_absent": 5, "put_version": 5}
 _CHECKPOINTS = {"save": 10, "restore": 6, "collect": 4}
-_PLACES = ("publish", "publish", "publish", "publish", "delete", "retire", "create", "sync",
-           "sync_directory", "write_small", "list", "stamp", "open", "read", "read_small", "*",
-           "*")  # fmt: skip
+_PLACES = (
+    "publish",
+    "publish",
+    "publish",
+    "publish",
+    "delete",
+    "retire",
+    "create",
+    "sync",
+    "sync_directory",
+    "write_small",
+    "list",
+    "stamp",
+    "open",
+    "read",
+    "read_small",
+    "*",
+    "*",
+)
 
 
 # what some seeds have more of, together: actions, faults and events by weight
 THEMES: dict[str, dict[str, float]] = {
     "suspended": {"pause": 12, "scrub": 12, "rebuild": 8, "settle": 6, "put": 16, "crash": 4},
-    "overtaken": {"pause": 12, "rebuild": 12, "settle": 6, "begin_drain": 5, "add": 4, "evict": 4,
-                  "put": 16, "crash": 6, "error": 5},
+    "overtaken": {
+        "pause": 12,
+        "rebuild": 12,
+        "settle": 6,
+        "begin_drain": 5,
+        "add": 4,
+        "evict": 4,
+        "put": 16,
+        "crash": 6,
+        "error": 5,
+    },
     "clocks": {"crash": 8, "away": 6, "back": 6, "put": 16, "delete": 8, "clock": 4},
-    "returns": {"evict": 8, "readmit": 8, "delete": 8, "scrub": 8, "rebuild": 4, "sleep": 2,
-                "put": 8},
+    "returns": {
+        "evict": 8,
+        "readmit": 8,
+        "delete": 8,
+        "scrub": 8,
+        "rebuild": 4,
+        "sleep": 2,
+        "put": 8,
+    },
     "deaths": {"die": 8, "crash": 10, "put": 16, "power": 3, "pause": 0},
-}  # fmt: skip
-_INTERFERING = {"rebuild": 6, "settle": 3, "scrub": 5, "put": 3, "delete": 2, "evict": 2, "add": 1,
-                "begin_drain": 2, "get": 1, "readmit": 1}  # fmt: skip
+}
+_INTERFERING = {
+    "rebuild": 6,
+    "settle": 3,
+    "scrub": 5,
+    "put": 3,
+    "delete": 2,
+    "evict": 2,
+    "add": 1,
+    "begin_drain": 2,
+    "get": 1,
+    "readmit": 1,
+}
 
 
 @dataclass(slots=True)
@@ -94,8 +146,15 @@ def _with_forgeries(chance: random.Random, setup: Setup, turns: list[Turn]) -> l
     for _ in range(chance.choice((0, 0, 1, 1, 2, 3))):
         at = chance.randrange(1, len(found) + 1)
         number = found[at].number if at < len(found) else found[-1].number
-        found.insert(at, Turn(number=number, process=ENVIRONMENT, action="forge",
-                              device=chance.randrange(setup.devices)))  # fmt: skip
+        found.insert(
+            at,
+            Turn(
+                number=number,
+                process=ENVIRONMENT,
+                action="forge",
+                device=chance.randrange(setup.devices),
+            ),
+        )
     return found
 
 
@@ -107,17 +166,29 @@ def _holds_until(turn: Turn) -> int:
 def _draw_setup(chance: random.Random, theme: str) -> Setup:
     data, parity = chance.choice(GEOMETRIES)
     least = parity + 2
-    devices = chance.choice((data + parity, data + parity, data + parity + 1, data + parity + 2,
-                             max(least, data + parity - 1)))  # fmt: skip
+    devices = chance.choice(
+        (
+            data + parity,
+            data + parity,
+            data + parity + 1,
+            data + parity + 2,
+            max(least, data + parity - 1),
+        )
+    )
     offsets = [0, 0, 0, 0]
     if chance.random() < (0.9 if theme in ("clocks", "returns") else 0.35):
         offsets[chance.randrange(2)] = chance.choice((-7200, -600, 600, 7200, 7200)) * 1000
     drifts = (0.0, chance.choice((0.0, 0.0, 1e-4, -1e-4)), 0.0, 0.0)
     return Setup(
-        data=data, parity=parity, devices=min(8, devices), domains=chance.choice((0, 0, 0, 2, 3)),
-        processes=chance.choice((2, 2, 2, 3, 3, 4)), offsets_ms=tuple(offsets), drifts=drifts,
+        data=data,
+        parity=parity,
+        devices=min(8, devices),
+        domains=chance.choice((0, 0, 0, 2, 3)),
+        processes=chance.choice((2, 2, 2, 3, 3, 4)),
+        offsets_ms=tuple(offsets),
+        drifts=drifts,
         own_places=chance.random() < 0.3 and SHARED_LOCKS,
-    )  # fmt: skip
+    )
 
 
 def _draw_taste(chance: random.Random, theme: str) -> _Taste:
@@ -133,13 +204,34 @@ def _draw_taste(chance: random.Random, theme: str) -> _Taste:
     for name in list(actions):  # some are left out, some are frequent
         roll = chance.random()
         actions[name] *= 0.0 if roll < 0.2 and name != "put" else 4.0 if roll > 0.85 else 1.0
-    faults = {"pause": 4.0, "crash": 3.0, "error": 3.0, "hang": 2.0, "power": 1.0, "clock": 0.5,
-              "away": 0.7}  # fmt: skip
+    faults = {
+        "pause": 4.0,
+        "crash": 3.0,
+        "error": 3.0,
+        "hang": 2.0,
+        "power": 1.0,
+        "clock": 0.5,
+        "away": 0.7,
+    }
     for name in list(faults):
         faults[name] *= chance.choice((0.0, 0.3, 1.0, 1.0, 4.0))
-    events = {"away": 3.0, "back": 3.0, "wipe": 0.6, "die": 0.8, "flip": 0.8, "full": 0.4,
-              "roomy": 0.4, "read_only": 0.4, "writable": 0.4, "sleep": 2.0, "clock": 1.0,
-              "power": 0.5, "kill": 1.0, "snapshot": 0.7, "restore": 0.7}  # fmt: skip
+    events = {
+        "away": 3.0,
+        "back": 3.0,
+        "wipe": 0.6,
+        "die": 0.8,
+        "flip": 0.8,
+        "full": 0.4,
+        "roomy": 0.4,
+        "read_only": 0.4,
+        "writable": 0.4,
+        "sleep": 2.0,
+        "clock": 1.0,
+        "power": 0.5,
+        "kill": 1.0,
+        "snapshot": 0.7,
+        "restore": 0.7,
+    }
     for name in list(events):
         events[name] *= chance.choice((0.0, 1.0, 1.0, 3.0))
     for name, weight in THEMES.get(theme, {}).items():
@@ -148,9 +240,14 @@ def _draw_taste(chance: random.Random, theme: str) -> _Taste:
                 weights[name] = weight * chance.choice((0.5, 1.0, 2.0))
     sizes = chance.choice(([100], [20_000], [20_000, 21_000], [100, 20_000], [5_000, 9_000]))
     return _Taste(
-        actions=actions, faults=faults, events=events, keys=keys, sizes=sizes,
-        fault_rate=chance.choice((0.1, 0.3, 0.5)), event_rate=chance.choice((0.1, 0.25, 0.4)),
-    )  # fmt: skip
+        actions=actions,
+        faults=faults,
+        events=events,
+        keys=keys,
+        sizes=sizes,
+        fault_rate=chance.choice((0.1, 0.3, 0.5)),
+        event_rate=chance.choice((0.1, 0.25, 0.4)),
+    )
 
 
 def _pick(chance: random.Random, weights: dict[str, float]) -> str:
@@ -165,17 +262,23 @@ def _plain_put(chance: random.Random, number: int, key: str, taste: _Taste) -> T
 
 
 def _draw_turn(
-    chance: random.Random, number: int, count: int, setup: Setup, taste: _Taste,
+    chance: random.Random,
+    number: int,
+    count: int,
+    setup: Setup,
+    taste: _Taste,
     paused: list[Turn],
-) -> Turn:  # fmt: skip
+) -> Turn:
     action, process = _pick(chance, taste.actions), chance.randrange(setup.processes)
     key, rate = chance.choice(taste.keys), taste.fault_rate
     if paused and chance.random() < 0.75:  # what comes between, by another process
         process = (paused[-1].process + 1 + chance.randrange(setup.processes - 1)) % setup.processes
         key, rate = paused[-1].key or key, rate / 2
         if chance.random() < 0.7:
-            action = _pick(chance, {a: w for a, w in _INTERFERING.items() if
-                                    a in _CALM or taste.actions.get(a)})  # fmt: skip
+            action = _pick(
+                chance,
+                {a: w for a, w in _INTERFERING.items() if a in _CALM or taste.actions.get(a)},
+            )
     if key.startswith("c") and action in ("put", "delete"):
         action = chance.choice(("put_version", "put_absent"))
     if not key.startswith("c") and action in ("put_absent", "put_version"):
@@ -184,12 +287,15 @@ def _draw_turn(
     if chance.random() < rate:
         faults = _draw_faults(chance, number, count, taste)
     return Turn(
-        number=number, process=process, action=action,
+        number=number,
+        process=process,
+        action=action,
         key=key if action in _KEYED else "",
         size=chance.choice(taste.sizes) if action in _SIZED else 0,
-        device=_device(chance, setup), faults=faults,
+        device=_device(chance, setup),
+        faults=faults,
         order=chance.choice((0, chance.randrange(1, 1000))),
-    )  # fmt: skip
+    )
 
 
 _SIZED = frozenset({"put", "put_absent", "put_version"})
@@ -214,12 +320,26 @@ def _draw_faults(
         after = chance.random() < 0.3
         fault = Fault(kind=kind, where=where, nth=nth, after=after)
         if kind == "pause":
-            fault = Fault(kind=kind, where=where, nth=nth, after=after, seconds=seconds,
-                          until=until, steps=steps, firm=chance.random() < 0.6)  # fmt: skip
+            fault = Fault(
+                kind=kind,
+                where=where,
+                nth=nth,
+                after=after,
+                seconds=seconds,
+                until=until,
+                steps=steps,
+                firm=chance.random() < 0.6,
+            )
         elif kind == "hang":
             until = chance.choice((until, until, NEVER))
-            fault = Fault(kind=kind, where=where, nth=nth, until=until, steps=steps,
-                          firm=chance.random() < 0.7)  # fmt: skip
+            fault = Fault(
+                kind=kind,
+                where=where,
+                nth=nth,
+                until=until,
+                steps=steps,
+                firm=chance.random() < 0.7,
+            )
         elif kind == "error":
             error = chance.choice(("EIO", "EIO", "ENOSPC", "EROFS", "ENODEV"))
             times = chance.choice((1, 1, 20))
@@ -258,6 +378,10 @@ def _draw_event(chance: random.Random, number: int, setup: Setup, taste: _Taste)
     elif action == "clock":
         seconds = chance.choice((-7200.0, -600.0, 600.0, 7200.0))
     return Turn(
-        number=number, process=ENVIRONMENT, action=action, seconds=seconds,
-        device=_device(chance, setup), size=chance.randrange(30_000) if action == "flip" else 0,
-    )  # fmt: skip
+        number=number,
+        process=ENVIRONMENT,
+        action=action,
+        seconds=seconds,
+        device=_device(chance, setup),
+        size=chance.randrange(30_000) if action == "flip" else 0,
+    )

@@ -127,8 +127,10 @@ def _rebuild(scene: ActionScene, pool: Pool) -> bool:
         if report.stuck or report.failed:  # failure domains may lack, too: an operator adds one
             pool.add_device(f"memory://spare{number}")
     lost = sorted(report.unreadable.items()) or sorted(report.failed.items())
-    scene.find("does not heal", f"a rebuild ends with {lost[:2]}, stuck {report.stuck}, "
-               f"waiting {report.waiting}")  # fmt: skip
+    scene.find(
+        "does not heal",
+        f"a rebuild ends with {lost[:2]}, stuck {report.stuck}, waiting {report.waiting}",
+    )
     return False
 
 

@@ -42,9 +42,16 @@ def forged_copy(pool_id: str, key: str, version: Version, parity: int) -> bytes:
     """The file of a small copy, as a pool without a key takes it."""
     geometry = Geometry(data=1, parity=parity, unit_bytes=65536, size=7, code=Code.COPIES)
     header = ColumnHeader(
-        pool_id=pool_id, key=key, version=version, kind=Kind.COPY, column=0, geometry=geometry,
-        devices=("d",) * geometry.width, generation=1, created_ms=1,
-    )  # fmt: skip
+        pool_id=pool_id,
+        key=key,
+        version=version,
+        kind=Kind.COPY,
+        column=0,
+        geometry=geometry,
+        devices=("d",) * geometry.width,
+        generation=1,
+        created_ms=1,
+    )
     column = b"forged!".ljust(geometry.column_bytes, b"\0")
     table = header.checks().digests(0, memoryview(column))
     return encode_header(header) + column + encode_table(header, table)

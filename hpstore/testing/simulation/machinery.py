@@ -134,17 +134,25 @@ class SimulatedScheduler(Scheduler):
         return job
 
     def gather(
-        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float, *,
-        patience: Patience | None = None, brief: str = "", ask_late: bool = False,
-    ) -> dict[str, T | Exception]:  # fmt: skip
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        deadline_seconds: float,
+        *,
+        patience: Patience | None = None,
+        brief: str = "",
+        ask_late: bool = False,
+    ) -> dict[str, T | Exception]:
         # what is made in turn is one order of those that the schedule may want
         return super().gather(calls, deadline_seconds, patience=patience, ask_late=ask_late)
 
     def gather_once(
-        self, calls: Mapping[str, Callable[[], T]], deadline_seconds: float,
-        late: Callable[[str, Future[T]], None] | None = None, *,
+        self,
+        calls: Mapping[str, Callable[[], T]],
+        deadline_seconds: float,
+        late: Callable[[str, Future[T]], None] | None = None,
+        *,
         patience: Patience | None = None,
-    ) -> dict[str, T | Exception]:  # fmt: skip
+    ) -> dict[str, T | Exception]:
         return self.gather(calls, deadline_seconds)
 
 
@@ -343,10 +351,12 @@ def _random() -> random.Random:
 def _make_scheduler(settings: Settings, *, threads: bool) -> Scheduler:
     kind = Scheduler if STAGE.world is None else SimulatedScheduler
     return kind(
-        workers_per_device=settings.workers_per_device, queue_depth=settings.queue_depth,
-        compute_threads=settings.compute_threads, threads=threads and STAGE.world is None,
+        workers_per_device=settings.workers_per_device,
+        queue_depth=settings.queue_depth,
+        compute_threads=settings.compute_threads,
+        threads=threads and STAGE.world is None,
         stuck_seconds=settings.device_deadline_seconds,
-    )  # fmt: skip
+    )
 
 
 _NAMES: tuple[tuple[object, object], ...] = (

@@ -72,8 +72,13 @@ def owing(plot: Plot) -> None:
     if plot.maybe(0.7):
         plot.say("put", plot.writer, key="k0")
     width = plot.setup.data + plot.setup.parity
-    fault = Fault(kind="error", where="publish", nth=1 + plot.chance.randrange(width), error="EIO",
-                  times=plot.chance.choice((1, 20)))  # fmt: skip
+    fault = Fault(
+        kind="error",
+        where="publish",
+        nth=1 + plot.chance.randrange(width),
+        error="EIO",
+        times=plot.chance.choice((1, 20)),
+    )
     plot.say("put", plot.writer, fault, key="k0")
     gone = plot.chance.sample(range(plot.setup.devices), plot.setup.parity)
     for device in gone:
@@ -132,8 +137,13 @@ def contending(plot: Plot) -> None:
         (("list", plot.setup.devices, 2 * plot.setup.devices + 3),) * 2  # when it has looked
         + (("write_small", 0, 12), ("read_small", 0, 20), ("*", 0, 120))
     )
-    fault = Fault(kind="pause", where=where, nth=1 + least + plot.chance.randrange(most), until=0,
-                  firm=plot.maybe(0.7))  # fmt: skip
+    fault = Fault(
+        kind="pause",
+        where=where,
+        nth=1 + least + plot.chance.randrange(most),
+        until=0,
+        firm=plot.maybe(0.7),
+    )
     at = len(plot.turns)
     plot.say(plot.chance.choice(("evict", "evict", "drain")), plot.writer, fault, device=one)
     plot.say("evict", plot.other, device=two)
@@ -193,8 +203,9 @@ def housed(plot: Plot) -> None:
     for device in gone:
         plot.say("away", ENVIRONMENT, device=device)
     for _ in range(1 + plot.chance.randrange(3)):
-        action = plot.chance.choice(("get", "reopen", "put", "delete", "rebuild", "list", "drain",
-                                     "evict"))  # fmt: skip
+        action = plot.chance.choice(
+            ("get", "reopen", "put", "delete", "rebuild", "list", "drain", "evict")
+        )
         keyed = action in ("get", "put", "delete")
         plot.say(action, plot.chance.choice((plot.writer, plot.other)), key="k0" if keyed else "")
     for device in gone:
@@ -217,9 +228,16 @@ def saving(plot: Plot) -> None:
     at = len(plot.turns)
     kind = plot.chance.choice(("pause", "pause", "pause", "crash", "crash", "error", "power"))
     where, nth = plot.chance.choice((_in_a_save(plot, kind), _somewhere(plot)))
-    fault = Fault(kind=kind, where=where, nth=nth, until=0, firm=True,
-                  after=plot.maybe(0.3), error="EIO" if kind == "error" else "",
-                  times=plot.chance.choice((1, 20)) if kind == "error" else 1)  # fmt: skip
+    fault = Fault(
+        kind=kind,
+        where=where,
+        nth=nth,
+        until=0,
+        firm=True,
+        after=plot.maybe(0.3),
+        error="EIO" if kind == "error" else "",
+        times=plot.chance.choice((1, 20)) if kind == "error" else 1,
+    )
     what = plot.chance.choice(("save", "save", "save", "save", "restore", "collect"))
     plot.say(what, plot.writer, fault, device=0)
     if kind == "pause" and plot.maybe(0.4):
@@ -246,8 +264,9 @@ def _in_a_save(plot: Plot, kind: str) -> tuple[str, int]:
 
 
 def _somewhere(plot: Plot) -> tuple[str, int]:
-    where, most = plot.chance.choice((("publish", 30), ("*", 700), ("*", 300), ("*", 80),
-                                      ("retire", 8), ("list", 40)))  # fmt: skip
+    where, most = plot.chance.choice(
+        (("publish", 30), ("*", 700), ("*", 300), ("*", 80), ("retire", 8), ("list", 40))
+    )
     return where, 1 + plot.chance.randrange(most)
 
 
@@ -277,7 +296,14 @@ def _referring(plot: Plot) -> None:
 
 
 MOTIFS: dict[str, Callable[[Plot], None]] = {
-    "forgotten": forgotten, "drained": drained, "owing": owing, "blinded": blinded,
-    "thinned": thinned, "contending": contending, "resurrecting": resurrecting,
-    "outdated": outdated, "saving": saving, "housed": housed,
-}  # fmt: skip
+    "forgotten": forgotten,
+    "drained": drained,
+    "owing": owing,
+    "blinded": blinded,
+    "thinned": thinned,
+    "contending": contending,
+    "resurrecting": resurrecting,
+    "outdated": outdated,
+    "saving": saving,
+    "housed": housed,
+}

@@ -64,8 +64,9 @@ def _returns_unjudged(exchange: Exchange) -> None:
     """r04: a device that returns is not held against the horizon of those that stayed."""
     before = horizon.come_back_at
     exchange(changes, "come_back_below", lambda store, device, ask: 0)
-    exchange(changes, "come_back_at", lambda store, device, ask, swept: before(
-        store, device, ask, None))  # fmt: skip
+    exchange(
+        changes, "come_back_at", lambda store, device, ask, swept: before(store, device, ask, None)
+    )
 
 
 def _no_fence(exchange: Exchange) -> None:

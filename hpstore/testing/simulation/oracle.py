@@ -38,10 +38,12 @@ class Write:
 
     def __str__(self) -> str:
         state = (
-            "refused" if self.refused
-            else f"acknowledged at {self.acknowledged}" if self.acknowledged < OPEN
+            "refused"
+            if self.refused
+            else f"acknowledged at {self.acknowledged}"
+            if self.acknowledged < OPEN
             else "not acknowledged"
-        )  # fmt: skip
+        )
         what = "delete" if self.value == ABSENT else f"put of value {self.value}"
         ended = "has not ended" if self.ended == OPEN else f"ended {self.ended}"
         return f"{what} by {self.who} (called {self.called}, {ended}, {state})"

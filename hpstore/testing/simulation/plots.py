@@ -26,18 +26,32 @@ class Plot:
         self.other = (self.writer + 1 + chance.randrange(setup.processes - 1)) % setup.processes
 
     def say(
-        self, action: str, process: int, *faults: Fault, key: str = "", device: int | None = None,
+        self,
+        action: str,
+        process: int,
+        *faults: Fault,
+        key: str = "",
+        device: int | None = None,
         seconds: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One more turn."""
         size = self.chance.choice(self.sizes) if action.startswith("put") else 0
         if device is None:
             device = self.chance.randrange(self.setup.devices)
         order = self.chance.choice((0, self.chance.randrange(1, 1000)))
         self.turns.append(
-            Turn(number=len(self.turns), process=process, action=action, key=key, size=size,
-                 device=device, seconds=seconds, order=order, faults=faults)
-        )  # fmt: skip
+            Turn(
+                number=len(self.turns),
+                process=process,
+                action=action,
+                key=key,
+                size=size,
+                device=device,
+                seconds=seconds,
+                order=order,
+                faults=faults,
+            )
+        )
 
     def rename(self) -> tuple[int, bool]:
         """A rename of a put, and whether it is over."""
@@ -52,9 +66,22 @@ class Plot:
         """What others do meanwhile."""
         for _ in range(1 + self.chance.randrange(most)):
             action = self.chance.choice(
-                ("rebuild", "rebuild", "settle", "scrub", "scrub", "put", "delete", "evict",
-                 "begin_drain", "add", "get", "readmit", "drain")
-            )  # fmt: skip
+                (
+                    "rebuild",
+                    "rebuild",
+                    "settle",
+                    "scrub",
+                    "scrub",
+                    "put",
+                    "delete",
+                    "evict",
+                    "begin_drain",
+                    "add",
+                    "get",
+                    "readmit",
+                    "drain",
+                )
+            )
             if action == "add":
                 self.say("add", self.other, device=self.setup.devices)
             elif key.startswith("c") and action in ("put", "delete"):
@@ -78,15 +105,29 @@ def overtaken(plot: Plot) -> None:
     continues, fails or dies."""
     plot.say("put", plot.writer, key="k0")
     nth, after = plot.rename()
-    faults = [Fault(kind="pause", where="publish", nth=nth, after=after, firm=True,
-                    seconds=plot.chance.choice(_HOURS), until=0)]  # fmt: skip
+    faults = [
+        Fault(
+            kind="pause",
+            where="publish",
+            nth=nth,
+            after=after,
+            firm=True,
+            seconds=plot.chance.choice(_HOURS),
+            until=0,
+        )
+    ]
     if plot.maybe(0.4):
         count = 1 + plot.chance.randrange(plot.setup.parity + 1)
         faults += [
-            Fault(kind="error", where="publish", nth=nth + after + i, error="EIO",
-                  times=plot.chance.choice((1, 20)))
+            Fault(
+                kind="error",
+                where="publish",
+                nth=nth + after + i,
+                error="EIO",
+                times=plot.chance.choice((1, 20)),
+            )
             for i in range(count)
-        ]  # fmt: skip
+        ]
     if plot.maybe(0.6):
         where = plot.chance.choice(("create", "create", "delete", "retire", "publish"))
         least = plot.setup.data + plot.setup.parity if where in ("create", "publish") else 0
@@ -159,13 +200,17 @@ def racing(plot: Plot) -> None:
     if plot.maybe(0.5):
         plot.say("put_absent", plot.writer, key="c0")
     at = len(plot.turns)
-    where, most = plot.chance.choice((("create", 3), ("publish", 6), ("*", 60), ("list", 8),
-                                      ("write_small", 6)))  # fmt: skip
+    where, most = plot.chance.choice(
+        (("create", 3), ("publish", 6), ("*", 60), ("list", 8), ("write_small", 6))
+    )
     fault = Fault(
-        kind=plot.chance.choice(("pause", "pause", "hang")), where=where, until=0,
-        nth=1 + plot.chance.randrange(most), firm=plot.maybe(0.8),
+        kind=plot.chance.choice(("pause", "pause", "hang")),
+        where=where,
+        until=0,
+        nth=1 + plot.chance.randrange(most),
+        firm=plot.maybe(0.8),
         seconds=plot.chance.choice((0.0, 1.0, 40.0, 7200.0)),
-    )  # fmt: skip
+    )
     plot.say(plot.chance.choice(("put_absent", "put_version")), plot.writer, fault, key="c0")
     plot.say(plot.chance.choice(("put_absent", "put_version")), plot.other, key="c0")
     if plot.maybe(0.4):
@@ -175,5 +220,9 @@ def racing(plot: Plot) -> None:
 
 
 PLOTS: dict[str, Callable[[Plot], None]] = {
-    "overtaken": overtaken, "torn": torn, "dying": dying, "returning": returning, "racing": racing,
-}  # fmt: skip
+    "overtaken": overtaken,
+    "torn": torn,
+    "dying": dying,
+    "returning": returning,
+    "racing": racing,
+}

@@ -30,9 +30,12 @@ class Save:
 
     def __str__(self) -> str:
         state = (
-            "not committed" if self.refused
-            else f"committed at {self.acknowledged}" if self.acknowledged < OPEN else "unclear"
-        )  # fmt: skip
+            "not committed"
+            if self.refused
+            else f"committed at {self.acknowledged}"
+            if self.acknowledged < OPEN
+            else "unclear"
+        )
         return f"save of step {self.step}, value {self.value}, by {self.who} ({state})"
 
 
@@ -79,7 +82,8 @@ class RunHistory:
         """Committed steps that retention has to keep, whichever unclear saves are there."""
         possible = {save.step for save in self.saves if not save.refused}
         return [
-            save for save in self.saves
+            save
+            for save in self.saves
             if save.acknowledged < OPEN
             and sum(step > save.step for step in possible) < self.keep_last
-        ]  # fmt: skip
+        ]

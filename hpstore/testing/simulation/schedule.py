@@ -74,15 +74,39 @@ class Turn:
         if self.seconds:
             facts.append(f"{self.seconds:g} s")
         text = f"{self.number:3d} {who}: {self.action} {' '.join(facts)}".rstrip()
-        return "".join([text, *(f"; {f} {'after' if f.after else 'at'} its {f.where} no. {f.nth}"
-                                for f in self.faults)])  # fmt: skip
+        return "".join(
+            [
+                text,
+                *(
+                    f"; {f} {'after' if f.after else 'at'} its {f.where} no. {f.nth}"
+                    for f in self.faults
+                ),
+            ]
+        )
 
 
 CHECKPOINT_ACTIONS = frozenset({"save", "restore", "collect"})
 DEVICE_ACTIONS = frozenset(
-    {"evict", "drain", "begin_drain", "add", "readmit", "away", "back", "wipe", "die", "flip",
-     "full", "roomy", "read_only", "writable", "snapshot", "restore", "forge"}
-)  # fmt: skip
+    {
+        "evict",
+        "drain",
+        "begin_drain",
+        "add",
+        "readmit",
+        "away",
+        "back",
+        "wipe",
+        "die",
+        "flip",
+        "full",
+        "roomy",
+        "read_only",
+        "writable",
+        "snapshot",
+        "restore",
+        "forge",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

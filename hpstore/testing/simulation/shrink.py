@@ -54,17 +54,22 @@ def _simpler_setups(schedule: Schedule) -> Iterator[Schedule]:
     setup = schedule.setup
     used = 1 + max((turn.process for turn in schedule.turns), default=0)
     for other in (
-        replace(setup, processes=max(1, used)), replace(setup, drifts=(0.0,) * 4),
-        replace(setup, offsets_ms=(0,) * 4), replace(setup, own_places=False),
+        replace(setup, processes=max(1, used)),
+        replace(setup, drifts=(0.0,) * 4),
+        replace(setup, offsets_ms=(0,) * 4),
+        replace(setup, own_places=False),
         replace(setup, domains=0),
-    ):  # fmt: skip
+    ):
         yield replace(schedule, setup=other)
 
 
 def _simpler_turns(schedule: Schedule) -> Iterator[Schedule]:
     for at, turn in enumerate(schedule.turns):
-        for simpler in (replace(turn, order=0), replace(turn, process=min(turn.process, 0)),
-                        replace(turn, size=min(turn.size, 100))):  # fmt: skip
+        for simpler in (
+            replace(turn, order=0),
+            replace(turn, process=min(turn.process, 0)),
+            replace(turn, size=min(turn.size, 100)),
+        ):
             yield _with_turn(schedule, at, simpler)
         for number, fault in enumerate(turn.faults):
             for other in _simpler_faults(fault):

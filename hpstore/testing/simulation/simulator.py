@@ -72,9 +72,12 @@ def run(schedule: Schedule) -> SimulationOutcome:
         quiet.setLevel(level)
         shutil.rmtree(directory, ignore_errors=True)
     return SimulationOutcome(
-        schedule=schedule, findings=findings, trace=tuple(world.trace), pairs=world.pairs,
+        schedule=schedule,
+        findings=findings,
+        trace=tuple(world.trace),
+        pairs=world.pairs,
         steps=world.steps,
-    )  # fmt: skip
+    )
 
 
 class _Simulation:
@@ -85,16 +88,23 @@ class _Simulation:
         setup = schedule.setup
         urls = [f"memory://d{i}" for i in range(setup.devices)]
         config = PoolConfig(
-            path=directory / "pool.toml", name="test", devices=tuple(urls),
+            path=directory / "pool.toml",
+            name="test",
+            devices=tuple(urls),
             settings=settings_of(setup, str(directory / "run")),
             key=POOL_KEY if setup.keyed else None,
-        )  # fmt: skip
+        )
         save_config(config)
         domains = [f"h{i % setup.domains}" for i in range(len(urls))] if setup.domains else None
         create_members(
-            urls, domains, self._plain, config, data=setup.data, parity=setup.parity,
+            urls,
+            domains,
+            self._plain,
+            config,
+            data=setup.data,
+            parity=setup.parity,
             unit_bytes=UNIT_BYTES,
-        )  # fmt: skip
+        )
         self.scene = ActionScene(world, config, directory, setup.parity)
         self._clients: list[Client] = []
         for number in range(setup.processes):
@@ -254,6 +264,22 @@ class _Simulation:
 
 ENVIRONMENTS: dict[str, Callable[[_Simulation, Turn], None]] = {
     name: getattr(_Simulation, f"_{name}")
-    for name in ("away", "back", "wipe", "die", "flip", "full", "roomy", "read_only", "writable",
-                 "sleep", "clock", "power", "kill", "snapshot", "restore", "forge")
-}  # fmt: skip
+    for name in (
+        "away",
+        "back",
+        "wipe",
+        "die",
+        "flip",
+        "full",
+        "roomy",
+        "read_only",
+        "writable",
+        "sleep",
+        "clock",
+        "power",
+        "kill",
+        "snapshot",
+        "restore",
+        "forge",
+    )
+}

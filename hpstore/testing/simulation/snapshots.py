@@ -24,9 +24,7 @@ class Snapshot:
     def of(cls, device: MemoryDevice) -> Snapshot:
         """As it is now."""
         files = {n: f.durable for n, f in device._durable_names.items() if f.durable is not None}
-        return cls(
-            files=files, registers=bytes(device.registers), horizon=device.counter(HORIZON)
-        )  # fmt: skip
+        return cls(files=files, registers=bytes(device.registers), horizon=device.counter(HORIZON))
 
     def restore(self, device: MemoryDevice) -> bool:
         """Put it back; whether a sweep has passed the device since. Files that are being written

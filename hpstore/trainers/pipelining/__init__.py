@@ -7,5 +7,14 @@ from hpstore.trainers.pipelining.idle_time import BubbleReport, RankBubbles
 from hpstore.trainers.pipelining.schedules import SCHEDULES, make_schedule, stages_of
 from hpstore.trainers.pipelining.step_record import StepRecord
 
-__all__ = ["SCHEDULES", "BubbleReport", "ComputeEvent", "Ledger", "PipelineHooks", "RankBubbles",
-           "StepRecord", "make_schedule", "stages_of"]  # fmt: skip
+__all__ = [
+    "SCHEDULES",
+    "BubbleReport",
+    "ComputeEvent",
+    "Ledger",
+    "PipelineHooks",
+    "RankBubbles",
+    "StepRecord",
+    "make_schedule",
+    "stages_of",
+]

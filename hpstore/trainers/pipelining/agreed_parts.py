@@ -40,9 +40,14 @@ class Parts:
 
 # Any below: containers of optimizers are classes of their trainers
 def agreed_parts(
-    ranks: Ranks, place: RankPlace, built: Sequence[PipelineStage], optimizer: Any, tied: Tied,
-    votes: Votes, check: Callable[[], None],
-) -> Parts:  # fmt: skip
+    ranks: Ranks,
+    place: RankPlace,
+    built: Sequence[PipelineStage],
+    optimizer: Any,
+    tied: Tied,
+    votes: Votes,
+    check: Callable[[], None],
+) -> Parts:
     """Compare with the other ranks. `built`: the stages of this one; `votes`: those it needs;
     `check`: raises ConfigError for what else is wrong here. Collective: an error on one rank is
     raised on every rank."""
@@ -60,9 +65,13 @@ def agreed_parts(
         fault = str(error)
     mine = HeldStages(
         stages=tuple(sorted(stage.stage_index for stage in built)),
-        names=tuple(module_state(model)), fault=fault, split=shares_tensors(modules), votes=votes,
-        optimizers=optimizers.kinds if optimizers else (), tied=marks_of(tied, tensors),
-    )  # fmt: skip
+        names=tuple(module_state(model)),
+        fault=fault,
+        split=shares_tensors(modules),
+        votes=votes,
+        optimizers=optimizers.kinds if optimizers else (),
+        tied=marks_of(tied, tensors),
+    )
     heard = [
         HeldStages.of_json(text) for text in ranks.all_gather(mine.to_json(), RankChannel.TRAINER)
     ]
@@ -73,9 +82,11 @@ def agreed_parts(
         setattr(model, FIRST_NAMES, tied.first_names())
     assert optimizers is not None  # else there was a fault
     return Parts(
-        optimizers=optimizers, model=model, votes=Votes.of_any([held.votes for held in heard]),
+        optimizers=optimizers,
+        model=model,
+        votes=Votes.of_any([held.votes for held in heard]),
         elsewhere=counted_elsewhere(place.members, ranks.rank, heard, tied),
-    )  # fmt: skip
+    )
 
 
 def _named_parameters(

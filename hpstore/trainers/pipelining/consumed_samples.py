@@ -93,10 +93,13 @@ class Vote:
     def to_dict(self) -> dict[str, Json]:
         """For JSON."""
         return {
-            "stages": list(self.stages), "step": self.step, "weights": self.weights,
-            "microbatches": self.microbatches, "loader": self.loader,
+            "stages": list(self.stages),
+            "step": self.step,
+            "weights": self.weights,
+            "microbatches": self.microbatches,
+            "loader": self.loader,
             "ledger": None if self.ledger is None else self.ledger.to_dict(),
-        }  # fmt: skip
+        }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Json]) -> Vote:
@@ -104,10 +107,13 @@ class Vote:
         with parsing("a vote of another rank"):
             ledger = raw["ledger"]
             return cls(
-                stages=tuple(raw["stages"]), step=raw["step"], weights=raw["weights"],
-                microbatches=raw["microbatches"], loader=raw["loader"],
+                stages=tuple(raw["stages"]),
+                step=raw["step"],
+                weights=raw["weights"],
+                microbatches=raw["microbatches"],
+                loader=raw["loader"],
                 ledger=None if ledger is None else Ledger.from_dict(ledger),
-            )  # fmt: skip
+            )
 
 
 def agreed(votes: Sequence[Vote]) -> Vote:

@@ -31,9 +31,13 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
 
 # Any below: torch's process groups have no public type
 def clip_norm(
-    parameters: Iterable[torch.nn.Parameter], max_norm: float, group: Any, device: torch.device, *,
+    parameters: Iterable[torch.nn.Parameter],
+    max_norm: float,
+    group: Any,
+    device: torch.device,
+    *,
     but: Collection[int] = (),
-) -> float:  # fmt: skip
+) -> float:
     """Scale the gradients of all stages so that their common norm is at most `max_norm`; the norm.
 
     Collective over `group`, and over the meshes of DTensors, whose shards are summed. Summed in
@@ -80,7 +84,7 @@ def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -
 
 def share_overflow(
     optimizers: Sequence[Sequence[torch.nn.Parameter]], device: torch.device
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether any rank has a gradient that is not finite; then each optimizer gets one.
 
     So that the GradScalers of all ranks skip the same steps, and all of a rank's optimizers.

@@ -126,7 +126,7 @@ class PipelineHooks(Closing):
         self._ranks = Ranks(commit_seconds)
         said = standing(
             self.stages, num_stages, self._group, mesh, loader, everywhere=keywords is not None
-        ).to_json()  # fmt: skip
+        ).to_json()
         heard = self._ranks.all_gather(said, RankChannel.TRAINER)
         self.place = placed([RankStanding.of_json(text) for text in heard], self._ranks.rank)
         first, last = 0 in self.stages, num_stages - 1 in self.stages
@@ -218,13 +218,13 @@ class PipelineHooks(Closing):
         if self._ckpt is not None:
             found = restore_run(
                 self._ckpt, self._ranks, self._state, data_name, step, strict=strict
-            )  # fmt: skip
+            )
             if found is not None and not self._position.counted:  # by a run without a pipeline
                 self._position.step = self._position.weights = found
                 self._position.counted = True
         self._updates.begin(
             parts.optimizers, self._stages, parts.votes, scheduler=scheduler, scaler=scaler
-        )  # fmt: skip
+        )
         return self.completed
 
     @property
@@ -269,12 +269,22 @@ class PipelineHooks(Closing):
         saving = time.perf_counter()
         saved = self.save() if self.every and self.completed % self.every == 0 else None
         record = StepRecord(
-            step=self.completed - 1, losses=tuple(run.losses), events=events, microbatches=count,
-            schedule_seconds=run.seconds, data_wait_seconds=waited, late_microbatches=late,
-            arrivals=arrivals, copy_wait_seconds=copy_wait, skipped=skipped,
-            save_seconds=time.perf_counter() - saving, hook_seconds=self._recorder.hook_seconds,
-            idle_bytes=idle, busy_bytes=busy, saved=saved,
-        )  # fmt: skip
+            step=self.completed - 1,
+            losses=tuple(run.losses),
+            events=events,
+            microbatches=count,
+            schedule_seconds=run.seconds,
+            data_wait_seconds=waited,
+            late_microbatches=late,
+            arrivals=arrivals,
+            copy_wait_seconds=copy_wait,
+            skipped=skipped,
+            save_seconds=time.perf_counter() - saving,
+            hook_seconds=self._recorder.hook_seconds,
+            idle_bytes=idle,
+            busy_bytes=busy,
+            saved=saved,
+        )
         self._tally.add(record)
         if self._ckpt is not None and self._ckpt.reached_preemption(self.completed):
             self._stop(self._ckpt, saved)
@@ -318,9 +328,13 @@ class PipelineHooks(Closing):
         if not self._supply.first and not self._supply.last:
             return None
         return Arrivals(
-            ready=ready, began=run.began, first=self._supply.first, lazy=run.lazy, plan=self._plan,
+            ready=ready,
+            began=run.began,
+            first=self._supply.first,
+            lazy=run.lazy,
+            plan=self._plan,
             seconds=self._tally.seconds_by_kind() if run.lazy else {},
-        )  # fmt: skip
+        )
 
     def _guard_buffers(self, schedule: Any) -> None:
         """Where torch may try the shapes out: a new schedule, and after an evaluation."""
@@ -429,8 +443,9 @@ class PipelineHooks(Closing):
         self._supply.go_to(found.loader)
         self._updates.position = found
         if found.stages not in (0, self.num_stages):
-            _log.info("step %d of %s stages goes on with %d", found.step, found.stages,
-                      self.num_stages)  # fmt: skip
+            _log.info(
+                "step %d of %s stages goes on with %d", found.step, found.stages, self.num_stages
+            )
 
     # --- report -----------------------------------------------------------------------------
 

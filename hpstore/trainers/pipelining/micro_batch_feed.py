@@ -109,8 +109,10 @@ class Feed(Closing):
             thread.join(CLOSE_SECONDS)
             self.stuck = thread.is_alive()
             if self.stuck:
-                _log.warning("the loader has kept a batch for %.0f s: its thread is left behind",
-                             CLOSE_SECONDS)  # fmt: skip
+                _log.warning(
+                    "the loader has kept a batch for %.0f s: its thread is left behind",
+                    CLOSE_SECONDS,
+                )
 
     def _run(self) -> None:
         try:
@@ -135,8 +137,9 @@ class Feed(Closing):
             before = begun = self._loader.state_dict()
             for batch in self._loader:
                 after = self._loader.state_dict()
-                yield Fed(batch=batch, span=self._span(before), after=after,
-                          ready=time.perf_counter())  # fmt: skip
+                yield Fed(
+                    batch=batch, span=self._span(before), after=after, ready=time.perf_counter()
+                )
                 before, count = after, count + 1
             if not count and not begun["samples"] and "at_end" not in begun:
                 raise ConfigError("the loader has no whole micro-batch in an epoch")

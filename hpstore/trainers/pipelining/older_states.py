@@ -15,13 +15,22 @@ _log = logging.getLogger(__name__)
 
 # Any below: a training state holds whatever its owner puts there
 def restore_run(
-    ckpt: Checkpointer, ranks: Ranks, state: dict[str, Any], data_name: str, step: int | None, *,
+    ckpt: Checkpointer,
+    ranks: Ranks,
+    state: dict[str, Any],
+    data_name: str,
+    step: int | None,
+    *,
     strict: bool,
-) -> int | None:  # fmt: skip
+) -> int | None:
     """Fill `state`; the step. Its value `data_name` is looked for under the name that an older
     hpstore gave it, too. Collective. Raises what Checkpointer.restore does."""
-    old = ranks.broadcast(b"1" if ranks.leads and _is_old(ckpt, data_name, step) else b"0",
-                          RankChannel.TRAINER) == b"1"  # fmt: skip
+    old = (
+        ranks.broadcast(
+            b"1" if ranks.leads and _is_old(ckpt, data_name, step) else b"0", RankChannel.TRAINER
+        )
+        == b"1"
+    )
     if not old:
         return ckpt.restore(state, step, strict=strict)
     state[OWN] = state.pop(data_name)

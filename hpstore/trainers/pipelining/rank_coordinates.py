@@ -59,9 +59,13 @@ class RankStanding:
         """Inverse of to_json()."""
         raw = json.loads(text)
         return cls(
-            stages=tuple(raw["stages"]), num_stages=raw["num_stages"], group=tuple(raw["group"]),
-            data=_pair(raw["data"]), reads=_pair(raw["reads"]), hungry=raw["hungry"],
-        )  # fmt: skip
+            stages=tuple(raw["stages"]),
+            num_stages=raw["num_stages"],
+            group=tuple(raw["group"]),
+            data=_pair(raw["data"]),
+            reads=_pair(raw["reads"]),
+            hungry=raw["hungry"],
+        )
 
 
 def _pair(raw: Sequence[int] | None) -> tuple[int, int] | None:
@@ -84,9 +88,14 @@ def pipeline_group(group: Any, mesh: Any) -> Any:
 
 
 def standing(
-    stages: tuple[int, ...], num_stages: int, group: Any, mesh: Any, loader: DataLoader | None, *,
+    stages: tuple[int, ...],
+    num_stages: int,
+    group: Any,
+    mesh: Any,
+    loader: DataLoader | None,
+    *,
     everywhere: bool = False,
-) -> RankStanding:  # fmt: skip
+) -> RankStanding:
     """What this rank has to say. `everywhere`: all stages need data."""
     ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
     data = reads = None

@@ -37,9 +37,13 @@ class RunPosition:
     def vote(self, stages: tuple[int, ...], *, fed: bool) -> Vote:
         """What a rank with these stages says before a commit."""
         return Vote(
-            stages=stages, step=self.step, weights=self.weights, microbatches=self.microbatches,
-            ledger=self.ledger if fed else None, loader=self.loader if fed else None,
-        )  # fmt: skip
+            stages=stages,
+            step=self.step,
+            weights=self.weights,
+            microbatches=self.microbatches,
+            ledger=self.ledger if fed else None,
+            loader=self.loader if fed else None,
+        )
 
     def agree(self, common: Vote) -> None:
         """What all ranks have agreed on is this one's, too."""
@@ -49,9 +53,12 @@ class RunPosition:
     def to_dict(self, num_stages: int) -> dict[str, Json]:
         """The loader's state, with what a pipeline adds. JSON types."""
         own = {
-            "version": STATE_VERSION, "step": self.step, "weights": self.weights,
-            "ledger": self.ledger.to_dict(), "stages": num_stages,
-        }  # fmt: skip
+            "version": STATE_VERSION,
+            "step": self.step,
+            "weights": self.weights,
+            "ledger": self.ledger.to_dict(),
+            "stages": num_stages,
+        }
         return {**(self.loader or {}), OWN: own}
 
     @classmethod
@@ -80,9 +87,12 @@ class RunPosition:
             )
         try:
             return cls(
-                step=int(own["step"]), weights=int(own["weights"]), loader=loader,
-                ledger=Ledger.from_dict(own["ledger"]), stages=int(own["stages"]),
-            )  # fmt: skip
+                step=int(own["step"]),
+                weights=int(own["weights"]),
+                loader=loader,
+                ledger=Ledger.from_dict(own["ledger"]),
+                stages=int(own["stages"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"not the state of a pipeline, with {sorted(map(str, own))}"

@@ -18,8 +18,10 @@ from hpstore.errors import ConfigError
 DDP, FSDP_NESTED = "DistributedDataParallel", "fully_shard of layers within the stage"
 GOOD_IN_DDP = ("Schedule1F1B",)  # others: an assertion of torch's reducer ends the first step
 WRONG_NESTED = (
-    "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble", "ScheduleDualPipeV",
-)  # fmt: skip
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleZBVZeroBubble",
+    "ScheduleDualPipeV",
+)
 """Their backward for the weights alone comes after the layer's shards were let go: gradients, and
 so losses from the second step on, are others than those of one process."""
 

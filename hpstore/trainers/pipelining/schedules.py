@@ -9,9 +9,14 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B", "looped-bfs": "LoopedBFS",
-    "zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
-}  # fmt: skip
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "Interleaved1F1B",
+    "looped-bfs": "LoopedBFS",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
 """Their names in torch."""
 ONE_STAGE = ("gpipe", "1f1b")
 """With one stage a rank; the others have two here."""

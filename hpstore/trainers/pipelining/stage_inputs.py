@@ -42,9 +42,15 @@ class Supply:
     `keywords`, which every stage gets, it is empty."""
 
     def __init__(
-        self, loader: DataLoader | None, *, first: bool, last: bool, inputs: Pick, target: Pick,
+        self,
+        loader: DataLoader | None,
+        *,
+        first: bool,
+        last: bool,
+        inputs: Pick,
+        target: Pick,
         keywords: Keywords = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loader = loader
         self.first, self.last = first, last
         self._inputs, self._target, self._keywords = inputs, target, keywords
@@ -147,8 +153,10 @@ class Supply:
         parts: list[Lazily | None] = []
         keyed = self._keywords is not None
         for wanted, make in (
-            (self.first, self.arguments), (self.last, self.target), (keyed, self.keywords)
-        ):  # fmt: skip
+            (self.first, self.arguments),
+            (self.last, self.target),
+            (keyed, self.keywords),
+        ):
             part = Lazily(self._count, partial(self._or_stand_in, make, [])) if wanted else None
             if part is not None:
                 part[0]

@@ -79,9 +79,10 @@ class Scaling:
     def _graded(self) -> list[Optimizer]:
         """Optimizers with gradients; a scaler steps no other."""
         return [
-            optimizer for optimizer in self._optimizers
+            optimizer
+            for optimizer in self._optimizers
             if any(p.grad is not None for p in parameters_of(optimizer))
-        ]  # fmt: skip
+        ]
 
     def step(self) -> None:
         """The optimizers, unless there was an overflow; then the scale of the next step."""

@@ -26,9 +26,16 @@ RESERVED = (
     "scheduler",
     "scaler",
 )  # in a pipeline's state
-MEANT = {"lr_scheduler": "scheduler", "schedulers": "scheduler", "lr_schedulers": "scheduler",
-         "grad_scaler": "scaler", "gradscaler": "scaler", "optim": "optimizer",
-         "tie": "tied", "ckpt_step": "step"}  # fmt: skip
+MEANT = {
+    "lr_scheduler": "scheduler",
+    "schedulers": "scheduler",
+    "lr_schedulers": "scheduler",
+    "grad_scaler": "scaler",
+    "gradscaler": "scaler",
+    "optim": "optimizer",
+    "tie": "tied",
+    "ckpt_step": "step",
+}
 
 
 # Any below: torch's own signatures, which differ from version to version and are passed on
@@ -131,8 +138,12 @@ def _has_extra(module: torch.nn.Module) -> bool:
 def _own_ways(module: torch.nn.Module) -> bool:
     """Whether a container saves or loads otherwise than its tensors one by one."""
     kind, plain = type(module), torch.nn.Module
-    hooks = ("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
-             "_load_state_dict_post_hooks")  # fmt: skip
+    hooks = (
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    )
     return (
         kind._save_to_state_dict is not plain._save_to_state_dict
         or kind._load_from_state_dict is not plain._load_from_state_dict
@@ -250,11 +261,15 @@ class HeldStages:
     def of_json(cls, text: bytes) -> HeldStages:
         """Inverse of to_json()."""
         raw = json.loads(text)
-        return cls(stages=tuple(raw["stages"]), names=tuple(raw["names"]), split=raw["split"],
-                   fault=raw["fault"], votes=Votes(**raw["votes"]),
-                   optimizers=tuple(raw["optimizers"]),
-                   tied={name: (one, digest) for name, (one, digest) in raw["tied"].items()},
-                   )  # fmt: skip
+        return cls(
+            stages=tuple(raw["stages"]),
+            names=tuple(raw["names"]),
+            split=raw["split"],
+            fault=raw["fault"],
+            votes=Votes(**raw["votes"]),
+            optimizers=tuple(raw["optimizers"]),
+            tied={name: (one, digest) for name, (one, digest) in raw["tied"].items()},
+        )
 
 
 def require_own_names(held: Sequence[HeldStages], tied: Tied) -> None:
@@ -289,9 +304,10 @@ def counted_elsewhere(
     pipeline that one has them. Pure. `held`: by rank; `members`: in the order of their stages."""
     earlier = {name for m in members[: members.index(rank)] for name in held[m].names}
     return frozenset(
-        name for name in tied.names
+        name
+        for name in tied.names
         if name in held[rank].names and not earlier.isdisjoint(tied.group_of(name))
-    )  # fmt: skip
+    )
 
 
 def require_free_names(more: Iterable[str], data_name: str) -> None:

@@ -70,7 +70,7 @@ class Agreement:
 
     def reach(
         self, step: int, error: Exception | None, *, finite: bool = True, alone: bool = False
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Whether the gradients of all ranks are finite, once all have come here without an error.
 
         Raises `error` where there is one and StepVoid everywhere else; CheckpointError, on all,

@@ -41,9 +41,14 @@ class Updates:
         )
 
     def begin(
-        self, optimizers: Optimizers, stages: Sequence[PipelineStage], votes: Votes, *,
-        scheduler: Any, scaler: Any,
-    ) -> None:  # fmt: skip
+        self,
+        optimizers: Optimizers,
+        stages: Sequence[PipelineStage],
+        votes: Votes,
+        *,
+        scheduler: Any,
+        scaler: Any,
+    ) -> None:
         """From now on with these, whose state is loaded already."""
         self.optimizers, self._stages, self._votes = optimizers, stages, votes
         if self._counting is not None:

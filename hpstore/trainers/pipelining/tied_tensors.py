@@ -53,8 +53,9 @@ class Tied:
         """
         known = {name for group in self.groups for name in group}
         free = [name for name in self.names if name not in known]
-        owners = {name: {stages[rank] for rank, mine in enumerate(held) if name in mine}
-                  for name in free}  # fmt: skip
+        owners = {
+            name: {stages[rank] for rank, mine in enumerate(held) if name in mine} for name in free
+        }
         lone = [name for name in free if len(owners[name]) == 1]
         apart = len(lone) > 1 and len({next(iter(owners[name])) for name in lone}) == len(lone)
         if not apart:

@@ -40,8 +40,9 @@ def plan_of(schedule: Any, num_stages: int) -> SchedulePlan | None:
         plan = SchedulePlan.of(orders, num_stages)
         plan.deadlines()
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        _log.warning("the plan of %s of this torch is not understood: %r", type(schedule).__name__,
-                     error)  # fmt: skip
+        _log.warning(
+            "the plan of %s of this torch is not understood: %r", type(schedule).__name__, error
+        )
         return None
     return plan
 
@@ -75,8 +76,9 @@ def can_be_lazy(schedule: Any, counters: dict[str, int]) -> bool:
         if counters["lazy_refused_total"] == 1:
             _log.warning(
                 "lazy=True is not possible with %s of this torch: %s. Whole batches are used.",
-                type(schedule).__name__, reason,
-            )  # fmt: skip
+                type(schedule).__name__,
+                reason,
+            )
     return not reason
 
 
@@ -111,9 +113,12 @@ class StepInputs(NamedTuple):
 
 
 def run_schedule(
-    schedule: Any, stages: Iterable[Any], given: StepInputs, losses: list[Any] | None,
+    schedule: Any,
+    stages: Iterable[Any],
+    given: StepInputs,
+    losses: list[Any] | None,
     keywords: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """One step of a schedule. `losses`: filled by the last stage, None elsewhere; `keywords`:
     arguments of each stage for the whole batch, which the schedule cuts up."""
     if given.lazy:
@@ -126,9 +131,12 @@ def run_schedule(
 
 
 def run_lazily(
-    schedule: Any, stages: Iterable[Any], given: StepInputs, losses: list[Any] | None,
+    schedule: Any,
+    stages: Iterable[Any],
+    given: StepInputs,
+    losses: list[Any] | None,
     keywords: Mapping[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """What schedule.step() does, with micro-batches that are made when they are needed."""
     for stage in stages:
         stage.has_backward = schedule._has_backward
@@ -138,8 +146,12 @@ def run_lazily(
         _, cut = schedule._split_inputs((), dict(keywords))
         kept = given.keywords
         each = cut if kept is None else Lazily(len(cut), lambda n: {**kept[n], **cut[n]})
-    options: dict[str, Any] = {"arg_mbs": given.arguments or None, "kwarg_mbs": each,
-                               "target_mbs": given.target, "losses": losses}  # fmt: skip
+    options: dict[str, Any] = {
+        "arg_mbs": given.arguments or None,
+        "kwarg_mbs": each,
+        "target_mbs": given.target,
+        "losses": losses,
+    }
     if "return_outputs" in inspect.signature(schedule._step_microbatches).parameters:
         options["return_outputs"] = False
     schedule._step_microbatches(**options)
@@ -150,8 +162,11 @@ def require_keywords(schedule: Any, keywords: Iterable[str]) -> None:
     names = list(keywords)
     if not names:
         return
-    own = [p.name for p in inspect.signature(schedule.step).parameters.values()
-           if p.kind is p.KEYWORD_ONLY]  # fmt: skip
+    own = [
+        p.name
+        for p in inspect.signature(schedule.step).parameters.values()
+        if p.kind is p.KEYWORD_ONLY
+    ]
     taken = [name for name in names if name in own]
     if taken:
         raise ConfigError(

@@ -38,9 +38,13 @@ class ValidationEpoch:
     """One epoch of `loader`, in whole steps of `count` micro-batches. All calls are collective."""
 
     def __init__(
-        self, ranks: Ranks, agreement: Agreement, supply: Supply, loader: DataLoader | None,
+        self,
+        ranks: Ranks,
+        agreement: Agreement,
+        supply: Supply,
+        loader: DataLoader | None,
         count: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._ranks, self._agreement, self._supply, self._count = ranks, agreement, supply, count
         mine = -1
         if supply.fed:

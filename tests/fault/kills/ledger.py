@@ -111,9 +111,10 @@ class Objects:
     def trim(self, pool: Pool, rng: random.Random) -> None:
         """Delete half of the objects that are put once when there are too many."""
         once = [
-            key for key, what in self.acknowledged.items()
+            key
+            for key, what in self.acknowledged.items()
             if key.startswith("once/") and what != ABSENT
-        ]  # fmt: skip
+        ]
         if len(once) > ONCE_KEPT:
             for key in rng.sample(once, len(once) // 2):
                 pool.delete(key)

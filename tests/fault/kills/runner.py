@@ -107,11 +107,15 @@ class KillLoop:
         # middle of a commit keeps all later lives from saving anything
         settings = Settings(
             run_directory=str(root / "run"), memory_bytes=64 * MIB, claim_seconds=0.1
-        )  # fmt: skip
+        )
         with hpstore.create(
-            self.paths, data=DATA, parity=PARITY, config=self.toml, unit_bytes=64 * KIB,
+            self.paths,
+            data=DATA,
+            parity=PARITY,
+            config=self.toml,
+            unit_bytes=64 * KIB,
             settings=settings,
-        ) as pool:  # fmt: skip
+        ) as pool:
             for number in range(STILL):
                 key, data = f"still/{number}", data_of(f"still {number}", STILL_BYTES)
                 pool.put(key, data)
@@ -126,8 +130,11 @@ class KillLoop:
         """So many kills, or as many as fit; then everything is made whole and checked."""
         began = time.monotonic()
         episodes = (
-            (self._ordinary, 12), (self._rebuild, 3), (self._scrub, 3), (self._agent, 2),
-        )  # fmt: skip
+            (self._ordinary, 12),
+            (self._rebuild, 3),
+            (self._scrub, 3),
+            (self._agent, 2),
+        )
         first = self.rng.sample([e for e, _ in episodes], len(episodes))  # each of them once
         while (
             self.report.total < kills
@@ -144,14 +151,16 @@ class KillLoop:
                 self._problem(f"{name}: {type(error).__name__}: {error}")
         self._end()
         self.report.operations = {
-            "objects": self.objects.operations, "checkpoints": self.steps.operations,
-        }  # fmt: skip
+            "objects": self.objects.operations,
+            "checkpoints": self.steps.operations,
+        }
         lives = self.report.kills["trainer"]
         if lives >= LIVES_THAT_SAVE and self.steps.operations < lives / 10:
             self._problem(f"{lives} trainers have saved {self.steps.operations} steps: too few")
         self.report.rolled_forward = {
-            "objects": self.objects.rolled_forward, "checkpoints": self.steps.rolled_forward,
-        }  # fmt: skip
+            "objects": self.objects.rolled_forward,
+            "checkpoints": self.steps.rolled_forward,
+        }
         self.report.seconds = time.monotonic() - began
         return self.report
 
@@ -212,9 +221,9 @@ class KillLoop:
             self.kill(name, *self._companion())
         with self.open() as pool:
             began = time.monotonic()
-            report = pool.rebuild(everything=True) if name == "rebuild" else pool.scrub(
-                resume=False
-            )  # fmt: skip
+            report = (
+                pool.rebuild(everything=True) if name == "rebuild" else pool.scrub(resume=False)
+            )
             self._seconds[name] = time.monotonic() - began
             if report.unreadable:
                 self._problem(f"{name}: unreadable: {sorted(report.unreadable)[:3]}")
@@ -238,9 +247,15 @@ class KillLoop:
         for name in names:
             self._lives += 1
             victims.append(
-                Victim(name, self.open, self._lives, self.rng, shared=shared,
-                       window_seconds=self._seconds.get(name))
-            )  # fmt: skip
+                Victim(
+                    name,
+                    self.open,
+                    self._lives,
+                    self.rng,
+                    shared=shared,
+                    window_seconds=self._seconds.get(name),
+                )
+            )
         see_to_death(victims)
         touched: set[str] = set()
         for victim in victims:

@@ -91,8 +91,12 @@ def agent(pool: Pool, say: Say, _: int) -> None:
 
 
 BODIES: dict[str, Body] = {
-    "ingest": ingest, "trainer": trainer, "rebuild": rebuild, "scrub": scrub, "agent": agent,
-}  # fmt: skip
+    "ingest": ingest,
+    "trainer": trainer,
+    "rebuild": rebuild,
+    "scrub": scrub,
+    "agent": agent,
+}
 
 
 class Victim:
@@ -102,9 +106,15 @@ class Victim:
     """
 
     def __init__(
-        self, name: str, opened: Callable[[], Pool], seed: int, rng: random.Random,
-        *, shared: Pool | None = None, window_seconds: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        opened: Callable[[], Pool],
+        seed: int,
+        rng: random.Random,
+        *,
+        shared: Pool | None = None,
+        window_seconds: float | None = None,
+    ) -> None:
         self.name, self.killed, self.status = name, False, 0
         self._received = bytearray()
         self._after = rng.random() * (window_seconds or WINDOW_SECONDS[name])

@@ -41,7 +41,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return max(
         _run(seed, seconds, words.directory, words.reports.absolute()) for seed in words.seed
-    )  # fmt: skip
+    )
 
 
 def _run(seed: int, seconds: float, directory: str, reports: Path) -> int:

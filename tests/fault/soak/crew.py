@@ -63,15 +63,28 @@ class Crew(Closing):
         if name == "agent":
             words = [*AGENT_COMMAND, str(self._toml), "--listen", "none"]
         else:
-            words = ["-m", "tests.fault.soak.worker", name, str(self._toml),
-                     str(self.journal(name)), str(self._seed * 1000 + len(self.lives))]  # fmt: skip
+            words = [
+                "-m",
+                "tests.fault.soak.worker",
+                name,
+                str(self._toml),
+                str(self.journal(name)),
+                str(self._seed * 1000 + len(self.lives)),
+            ]
         with self.log(name).open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", sys.executable, *words],
-                stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=self._root,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-                     "HOME": str(self._root)},
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                cwd=self._root,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                    "HOME": str(self._root),
+                },
+            )
         pid = self._processes[name].pid
         self.lives.append(Life(name=name, pid=pid, began=time.monotonic()))
 

@@ -59,9 +59,13 @@ def judge_trainer(rows: Rows, lives: Iterable[Life]) -> Verdict:
         verdict.wrong(f"trainer: {wrong_samples} samples with wrong bytes")
     _judge_epochs(numbers, verdict)
     verdict.figures = {
-        "steps": steps, "distinct_steps": len(numbers), "samples_wrong": wrong_samples,
-        "newest_step_saved": saved, "batches_checked": steps, **_times(rows, lives),
-    }  # fmt: skip
+        "steps": steps,
+        "distinct_steps": len(numbers),
+        "samples_wrong": wrong_samples,
+        "newest_step_saved": saved,
+        "batches_checked": steps,
+        **_times(rows, lives),
+    }
     return verdict
 
 
@@ -100,10 +104,12 @@ def _times(rows: Rows, lives: Iterable[Life]) -> dict[str, float]:
     return {
         "goodput": work / alive if alive else 0.0,
         "goodput_from_process_start": work / started if started else 0.0,
-        "alive_seconds": alive, "work_seconds": work, "seconds_to_restored": restoring,
+        "alive_seconds": alive,
+        "work_seconds": work,
+        "seconds_to_restored": restoring,
         "batch_wait_seconds": waited,
         "save_stall_seconds": stalled,
-    }  # fmt: skip
+    }
 
 
 def judge_evaluator(rows: Rows, trainer: Rows) -> Verdict:
@@ -156,9 +162,11 @@ def judge_ingest(rows: Rows) -> tuple[Verdict, Expected]:
                 now.acknowledged[key] = what
                 now.maybe.pop(key)
     verdict.figures = {
-        "acknowledged": sum(row["event"] == "done" for row in rows), "reads": reads,
-        "keys": len(now.acknowledged), **_refusals(rows),
-    }  # fmt: skip
+        "acknowledged": sum(row["event"] == "done" for row in rows),
+        "reads": reads,
+        "keys": len(now.acknowledged),
+        **_refusals(rows),
+    }
     return verdict, now
 
 

@@ -22,10 +22,14 @@ SLOW_BYTES_PER_SECOND = MIB
 FLIPS = 6  # columns that one flip of bits hits
 GRACE_SECONDS, REMOVED_SECONDS = 8.0, 1.0
 SETTINGS = Settings(
-    memory_bytes=64 * MIB, device_deadline_seconds=8.0, open_deadline_seconds=4.0,
-    straggler_seconds=3.0, lock_deadline_seconds=20.0, put_deadline_seconds=120.0,
+    memory_bytes=64 * MIB,
+    device_deadline_seconds=8.0,
+    open_deadline_seconds=4.0,
+    straggler_seconds=3.0,
+    lock_deadline_seconds=20.0,
+    put_deadline_seconds=120.0,
     tombstone_seconds=180.0,
-)  # fmt: skip
+)
 AGENT = f"""
 [agent]
 tick_seconds = 0.5
@@ -64,8 +68,12 @@ class Node(Closing):
                 self.disks.append(self._stack.enter_context(disk))
             self.paths = [disk.path for disk in self.disks]
             with hpstore.create(
-                self.paths, data=DATA, parity=PARITY, config=self.toml, unit_bytes=128 * KIB,
-            ) as pool:  # fmt: skip
+                self.paths,
+                data=DATA,
+                parity=PARITY,
+                config=self.toml,
+                unit_bytes=128 * KIB,
+            ) as pool:
                 write_data_set(pool)
                 self.pool_id = pool.admin.record.pool_id
             self._configure()

@@ -60,9 +60,14 @@ class Soak:
     """One run. `seconds` are those of the schedule; to heal and to judge comes on top."""
 
     def __init__(
-        self, root: Path, *, seed: int, seconds: float, schedule: Sequence[Event],
+        self,
+        root: Path,
+        *,
+        seed: int,
+        seconds: float,
+        schedule: Sequence[Event],
         note: Callable[[str], None] = lambda text: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._root, self._seconds, self._note = root, seconds, note
         self._schedule = list(schedule)
         self.report = Report(seed=seed)
@@ -142,9 +147,10 @@ class Soak:
         )
         strays = out - {self.node.paths[number] for number in busy}
         if (
-            look is None or len(unhealed) + len(strays) >= PARITY
+            look is None
+            or len(unhealed) + len(strays) >= PARITY
             or len(busy) + len(strays) >= GONE_MOST
-        ):  # fmt: skip
+        ):
             return False
         assert event.device is not None
         wanted = [(event.device + more) % DEVICES for more in range(DEVICES)]
@@ -217,9 +223,10 @@ class Soak:
         look, now = self.watcher.newest, time.monotonic()
         held = {self.node.paths[a.number] for a in self._active if a.lifted is None}
         operated = {
-            self.node.paths[a.number] for a in self._active
+            self.node.paths[a.number]
+            for a in self._active
             if a.lifted is not None and a.event.fault in ("evict", "drain")
-        }  # fmt: skip
+        }
         for url, state in (look.states if look is not None else {}).items():
             if state not in OUT or url in held:
                 self._out_since.pop(url, None)
@@ -309,9 +316,10 @@ class Soak:
             if key not in expected.acknowledged and key not in expected.maybe:
                 wrong.append(f"at the end: {key} is listed and was never put")
         wrong += [
-            f"at the end: {key} is not listed" for key, what in expected.acknowledged.items()
+            f"at the end: {key} is not listed"
+            for key, what in expected.acknowledged.items()
             if what != ABSENT and key not in expected.maybe and key not in listed
-        ]  # fmt: skip
+        ]
         if not verify_dataset(pool, DATA_SET).clean:
             wrong.append("at the end: the data set is damaged")
         checkpointer = Checkpointer(pool, PREFIX, rng=False, save=SaveOptions(warm=False))

@@ -69,10 +69,11 @@ def make_schedule(seed: int, seconds: float) -> list[Event]:
     return sorted(found, key=lambda event: event.at_seconds)
 
 
-def _event(
-    at: float, fault: str, target: str, seconds: float, rng: random.Random
-) -> Event:  # fmt: skip
+def _event(at: float, fault: str, target: str, seconds: float, rng: random.Random) -> Event:
     return Event(
-        at_seconds=round(at, 1), fault=fault, target=target, seconds=round(seconds, 1),
+        at_seconds=round(at, 1),
+        fault=fault,
+        target=target,
+        seconds=round(seconds, 1),
         seed=rng.getrandbits(32),
-    )  # fmt: skip
+    )

@@ -42,9 +42,13 @@ def train(toml: str, journal: Journal, _: int) -> None:
     pool = hpstore.open(toml)
     checkpointer = Checkpointer(pool, load.PREFIX, keep_last=load.KEEP_LAST, rng=False)
     loader = DataLoader(
-        Dataset(pool, load.DATA_SET), batch_size=load.BATCH, shuffle=True, seed=1, cache=0,
+        Dataset(pool, load.DATA_SET),
+        batch_size=load.BATCH,
+        shuffle=True,
+        seed=1,
+        cache=0,
         drop_last=True,
-    )  # fmt: skip
+    )
     state = load.new_state()
     step = checkpointer.restore({**state, "loader": loader}) or 0
     journal.write("restored", step=step, digest=load.digest_of(state))
@@ -69,9 +73,14 @@ def train(toml: str, journal: Journal, _: int) -> None:
                     journal.write("saved", step=pending.result().step)
                 pending = checkpointer.save(step, {**state, "loader": loader})
             journal.write(
-                "step", step=step, wrong=wrong, waited=began - waited_since, worked=worked - began,
-                saved=time.monotonic() - worked, numbers=np.asarray(numbers).tolist(),
-            )  # fmt: skip
+                "step",
+                step=step,
+                wrong=wrong,
+                waited=began - waited_since,
+                worked=worked - began,
+                saved=time.monotonic() - worked,
+                numbers=np.asarray(numbers).tolist(),
+            )
             waited_since = time.monotonic()
 
 
@@ -192,8 +201,12 @@ def _obey(toml: str, words: list[str]) -> Mapping[str, object]:
                 return {"degraded": found.degraded, "tolerated": found.losses_tolerated}
             case ["scrub"]:
                 report = pool.scrub(resume=False)
-                return {"damaged": report.damaged_columns, "whole": report.whole,
-                        "clean": report.clean, "unreadable": sorted(report.unreadable)}  # fmt: skip
+                return {
+                    "damaged": report.damaged_columns,
+                    "whole": report.whole,
+                    "clean": report.clean,
+                    "unreadable": sorted(report.unreadable),
+                }
             case ["rebuild"]:
                 return {"whole": pool.rebuild().whole}
             case ["evict", device]:
@@ -221,14 +234,18 @@ class _noting:  # noqa: N801 (reads as a statement)
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, HpstoreError):
             return False
-        self._journal.write("refused", what=self._what, began=self._began,
-                            error=f"{type(error).__name__}: {error}")  # fmt: skip
+        self._journal.write(
+            "refused", what=self._what, began=self._began, error=f"{type(error).__name__}: {error}"
+        )
         return True
 
 
 WORKERS: dict[str, Callable[[str, Journal, int], None]] = {
-    "trainer": train, "evaluator": evaluate, "ingest": ingest, "operator": operate,
-}  # fmt: skip
+    "trainer": train,
+    "evaluator": evaluate,
+    "ingest": ingest,
+    "operator": operate,
+}
 
 if __name__ == "__main__":
     WORKERS[sys.argv[1]](sys.argv[2], Journal(sys.argv[3]), int(sys.argv[4]))

@@ -24,9 +24,7 @@ RANDOM_KILLS, RANDOM_SECONDS = 3, 1.5  # within which a random kill comes after 
 SCRUB_DAYS = 10 / 86_400  # ten seconds
 
 
-def kill_agent(
-    rig: Rig, pace: Pace, start: StartTrainer, references: References, row: Row
-) -> None:  # fmt: skip
+def kill_agent(rig: Rig, pace: Pace, start: StartTrainer, references: References, row: Row) -> None:
     """Kill agents at each phase of a device's absence and return, then at random in another."""
     agents = Agents(rig.toml, rig.root)
     kills = len(AGENT_AWAY) + len(AGENT_BACK) + RANDOM_KILLS

@@ -111,8 +111,9 @@ class Recording(Closing):
         shutil.copytree(self.base, copy)
         try:
             with ExitStack() as stack:
-                files = {name: stack.enter_context(open(copy / name, "r+b"))
-                         for name in os.listdir(copy)}  # fmt: skip
+                files = {
+                    name: stack.enter_context(open(copy / name, "r+b")) for name in os.listdir(copy)
+                }
                 for record in records:
                     if not record.flush:
                         files[record.name].seek(record.offset)
@@ -148,8 +149,11 @@ def prefixes(recording: Recording, count: int) -> Iterator[tuple[str, int, list[
         kept = commit[:cut]
         yield f"cut {cut}", cut, kept
         flushed = {r.name: i for i, r in enumerate(kept) if r.flush}
-        some = [r for i, r in enumerate(kept)
-                if r.flush or i < flushed.get(r.name, -1) or rng.random() < 0.5]  # fmt: skip
+        some = [
+            r
+            for i, r in enumerate(kept)
+            if r.flush or i < flushed.get(r.name, -1) or rng.random() < 0.5
+        ]
         if len(some) < len(kept):
             yield f"cut {cut}, {len(kept) - len(some)} in flight lost", cut, some
 

@@ -173,9 +173,7 @@ class DiesAt(DeviceWrapper):
 def open_dying(rig: Rig, operation: str, nth: int, count: Iterator[int]) -> Pool:
     """The pool, in a process that is to die. `count` goes on with each operation."""
     config = find_config(rig.toml)
-    return Pool(
-        config, opener=wrapping(config, lambda _, d: DiesAt(d, operation, nth, count))
-    )  # fmt: skip
+    return Pool(config, opener=wrapping(config, lambda _, d: DiesAt(d, operation, nth, count)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,12 +217,22 @@ def _scrub_from_the_start(pool: Pool) -> object:
 
 WRITING = ("create", "write", "sync", "publish", "sync_directory")
 JOBS = (
-    Job(name="rebuild", prepare=remove_columns, run=Pool.rebuild, finish=Pool.rebuild,
-        operations=WRITING),
-    Job(name="scrub", prepare=damage_columns, run=_scrub_from_the_start, finish=Pool.scrub,
-        operations=("read", *WRITING)),
+    Job(
+        name="rebuild",
+        prepare=remove_columns,
+        run=Pool.rebuild,
+        finish=Pool.rebuild,
+        operations=WRITING,
+    ),
+    Job(
+        name="scrub",
+        prepare=damage_columns,
+        run=_scrub_from_the_start,
+        finish=Pool.scrub,
+        operations=("read", *WRITING),
+    ),
     Job(name="ingest", prepare=_nothing, run=ingest_rows, finish=ingest_rows, operations=WRITING),
-)  # fmt: skip
+)
 KILLED_AT = (1, 5)  # the n-th operation of a kind
 
 
@@ -294,13 +302,28 @@ def data_set_wrong(pool: Pool) -> list[str]:
 
 
 RESTARTS = (
-    Restart(name="trainer killed at random", method=f"SIGKILL, {RANDOM_KILLS} times",
-            run=kill_trainer_at_random),
-    Restart(name="trainer killed in a save", method="SIGKILL: " + ", ".join(TRAINER),
-            run=kill_trainer_at_phases),
-    *(Restart(name=f"{job.name} killed", run=partial(kill_job, job),
-              method=f"SIGKILL at {', '.join(job.operations)}; {RANDOM_KILLS} at random")
-      for job in JOBS),
-    Restart(name="agent killed", run=kill_agent, fuse=True,
-            method="SIGKILL: " + ", ".join((*AGENT_AWAY, *AGENT_BACK)) + "; at random"),
-)  # fmt: skip
+    Restart(
+        name="trainer killed at random",
+        method=f"SIGKILL, {RANDOM_KILLS} times",
+        run=kill_trainer_at_random,
+    ),
+    Restart(
+        name="trainer killed in a save",
+        method="SIGKILL: " + ", ".join(TRAINER),
+        run=kill_trainer_at_phases,
+    ),
+    *(
+        Restart(
+            name=f"{job.name} killed",
+            run=partial(kill_job, job),
+            method=f"SIGKILL at {', '.join(job.operations)}; {RANDOM_KILLS} at random",
+        )
+        for job in JOBS
+    ),
+    Restart(
+        name="agent killed",
+        run=kill_agent,
+        fuse=True,
+        method="SIGKILL: " + ", ".join((*AGENT_AWAY, *AGENT_BACK)) + "; at random",
+    ),
+)

@@ -23,9 +23,11 @@ from tests.fault.suite.workload import DECIDED, PROBE, Reader, fill
 DEVICES, DATA, PARITY = 6, 3, 2
 UNIT_BYTES = 128 * KIB
 SHORT = Settings(  # where a device hangs: elsewhere, a busy machine must not look like that
-    device_deadline_seconds=4.0, straggler_seconds=2.0, open_deadline_seconds=2.0,
+    device_deadline_seconds=4.0,
+    straggler_seconds=2.0,
+    open_deadline_seconds=2.0,
     lock_deadline_seconds=20.0,
-)  # fmt: skip
+)
 FULL_SHARE = 0.01  # free space below which a device takes nothing new
 
 
@@ -33,9 +35,14 @@ class Rig(Closing):
     """Six loop devices with a 3+2 pool; the first may be seen through FUSE. Always cleans up."""
 
     def __init__(
-        self, root: Path, *, size_bytes: int = 256 * MIB, kind: Kind = "ext4", fuse: bool = False,
+        self,
+        root: Path,
+        *,
+        size_bytes: int = 256 * MIB,
+        kind: Kind = "ext4",
+        fuse: bool = False,
         hangs: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.root, self.toml = root, root / "pool.toml"
         self._stack = ExitStack()
         self._faulty: FaultFilesystem | None = None
@@ -55,9 +62,13 @@ class Rig(Closing):
                 self.paths[0] = self._faulty.path
             settings = replace(SHORT if hangs else Settings(), run_directory=str(root / "run"))
             with hpstore.create(
-                self.paths, data=DATA, parity=PARITY, config=self.toml, settings=settings,
+                self.paths,
+                data=DATA,
+                parity=PARITY,
+                config=self.toml,
+                settings=settings,
                 unit_bytes=UNIT_BYTES,
-            ) as pool:  # fmt: skip
+            ) as pool:
                 fill(pool)
             undo.pop_all()
 
@@ -140,8 +151,9 @@ def reader_observer(reader: Reader) -> Observer:
     def look() -> str:
         for state in set(reader.states()) - judged:
             return f"reads: {state}"
-        more = {name: value for name, value in reader.counters().items()
-                if value > before.get(name, 0)}  # fmt: skip
+        more = {
+            name: value for name, value in reader.counters().items() if value > before.get(name, 0)
+        }
         for name in more:  # not reads that were decoded: a spare for a late read is, in good times
             if name != DECIDED:
                 return "reads: " + name.removesuffix("_total").replace("_", " ")
@@ -191,8 +203,12 @@ class Healed:
 def heal(rig: Rig, healed: Healed, act: Callable[[Pool], object]) -> None:
     """Open the pool, do something that may heal, add up new files of objects that were there."""
     before = rig.files()
-    objects = {str(Path(path).parent.relative_to(root)) for path, _ in before
-               for root in rig.paths if path.startswith(f"{root}/")}  # fmt: skip
+    objects = {
+        str(Path(path).parent.relative_to(root))
+        for path, _ in before
+        for root in rig.paths
+        if path.startswith(f"{root}/")
+    }
     with hpstore.open(rig.toml) as pool:
         report = act(pool)
     if isinstance(report, RebuildReport):

@@ -232,9 +232,10 @@ def _newest_is_whole(rig: Rig, saved: int) -> list[str]:
         with hpstore.open(rig.toml, read_only=True) as pool:
             checkpointer = Checkpointer(pool, PREFIX, rng=False, save=SaveOptions(warm=False))
             poll(
-                SAVE_SECONDS, lambda: max(checkpointer.steps(), default=0) >= saved,
+                SAVE_SECONDS,
+                lambda: max(checkpointer.steps(), default=0) >= saved,
                 lambda: f"saved: step {saved}",
-            )  # fmt: skip
+            )
             step = checkpointer.latest_valid()
             if step != saved:
                 return [f"step {step} is the newest during the fault, not {saved}"]

@@ -17,8 +17,16 @@ from hpstore.runtime.text_files import write_atomically
 from hpstore.units import format_bytes
 from tests.fault.suite.workload import Read
 
-COLUMNS = ("fault", "done by", "detected after", "reads before", "during", "after", "healed",
-           "verdict")  # fmt: skip
+COLUMNS = (
+    "fault",
+    "done by",
+    "detected after",
+    "reads before",
+    "during",
+    "after",
+    "healed",
+    "verdict",
+)
 CELL = 400  # characters
 
 
@@ -79,18 +87,28 @@ class Row:
         healed = "-"
         if self.healed_columns or self.healed_bytes:
             healed = f"{format_bytes(self.healed_bytes)}, {self.healed_columns} columns"
-        cells = (self.fault, self.method, seen, str(self.before), str(self.during), str(self.after),
-                 healed, self.verdict)  # fmt: skip
+        cells = (
+            self.fault,
+            self.method,
+            seen,
+            str(self.before),
+            str(self.during),
+            str(self.after),
+            healed,
+            self.verdict,
+        )
         return tuple(_in_a_cell(text) for text in cells)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table with its date, machine and units."""
     lines = [
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {machine()}. Reads: p50 / p99 in ms.", "",
-        "| " + " | ".join(COLUMNS) + " |", "|" + " --- |" * len(COLUMNS),
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {machine()}. Reads: p50 / p99 in ms.",
+        "",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|" + " --- |" * len(COLUMNS),
         *("| " + " | ".join(row.cells()) + " |" for row in rows),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

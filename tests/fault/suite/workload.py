@@ -137,9 +137,10 @@ class Trainer:
         step = min(step, self.plan.steps)
         self.allow(step)
         poll(
-            PATIENCE, lambda: self.step >= step or bool(self.failure()),
+            PATIENCE,
+            lambda: self.step >= step or bool(self.failure()),
             lambda: f"trained to step {step}, but {self.step},",
-        )  # fmt: skip
+        )
 
     def finish(self) -> str:
         """Let it train to the end; why it ended badly, or ""."""
@@ -152,24 +153,50 @@ class ExampleTrainer(Trainer):
     """examples/train.py, as users start it; `launcher` may stand before the script."""
 
     def __init__(
-        self, toml: Path, plan: Plan, events: Path, *options: str,
-        launcher: tuple[str, ...] = (), gate: Gate | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        toml: Path,
+        plan: Plan,
+        events: Path,
+        *options: str,
+        launcher: tuple[str, ...] = (),
+        gate: Gate | None = None,
+    ) -> None:
         super().__init__(plan, events, gate)
         self._log = events.with_suffix(".log")
         if gate is not None:
             launcher = ("-m", "tests.fault.suite.gated", str(gate.reading))
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *launcher, str(ROOT / "examples/train.py"), "--pool", str(toml),
-                 "--steps", str(plan.steps), "--checkpoint-every", str(plan.every),
-                 "--length", str(LENGTH), "--batch-size", "4", "--prefix", PREFIX,
-                 "--events", str(events), *options],
-                env={**os.environ, "OMP_NUM_THREADS": "1",
-                     "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])},
-                stdout=log, stderr=log, cwd=events.parent,
+                [
+                    sys.executable,
+                    *launcher,
+                    str(ROOT / "examples/train.py"),
+                    "--pool",
+                    str(toml),
+                    "--steps",
+                    str(plan.steps),
+                    "--checkpoint-every",
+                    str(plan.every),
+                    "--length",
+                    str(LENGTH),
+                    "--batch-size",
+                    "4",
+                    "--prefix",
+                    PREFIX,
+                    "--events",
+                    str(events),
+                    *options,
+                ],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),
+                },
+                stdout=log,
+                stderr=log,
+                cwd=events.parent,
                 pass_fds=() if gate is None else (gate.reading,),
-            )  # fmt: skip
+            )
 
     def ended(self) -> bool:
         return self.process.poll() is not None

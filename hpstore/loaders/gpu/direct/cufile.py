@@ -230,9 +230,12 @@ class _Foreign:
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
             "strides": None,
-        }  # fmt: skip
+        }
 
 
 def read_counters(cufile: Any) -> dict[str, int]:
@@ -246,6 +249,8 @@ def read_counters(cufile: Any) -> dict[str, int]:
         return int(np.ravel(getattr(gpus, field))[: int(stats.num_gpus)].sum())
 
     return {
-        "p2p": total("n_p2p_reads"), "nvfs": total("n_nvfs_reads"),
-        "posix": total("n_posix_reads"), "errors": total("n_reads_err"),
-    }  # fmt: skip
+        "p2p": total("n_p2p_reads"),
+        "nvfs": total("n_nvfs_reads"),
+        "posix": total("n_posix_reads"),
+        "errors": total("n_reads_err"),
+    }

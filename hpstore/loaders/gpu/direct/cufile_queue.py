@@ -188,9 +188,14 @@ class DirectEngine(Closing):
     """
 
     def __init__(
-        self, driver: DirectDriver, *, threads: int = THREADS, max_pending: int = MAX_PENDING,
-        close_seconds: float = CLOSE_SECONDS, metrics: Metrics | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        driver: DirectDriver,
+        *,
+        threads: int = THREADS,
+        max_pending: int = MAX_PENDING,
+        close_seconds: float = CLOSE_SECONDS,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.driver = driver
         self.metrics = Metrics() if metrics is None else metrics
         self._close_seconds = close_seconds
@@ -255,9 +260,15 @@ class DirectEngine(Closing):
         return self._scheduler.submit(lane, call)
 
     def read(
-        self, file: DirectFile, file_offset: int, length: int, arena: DirectArena,
-        arena_offset: int, *, lane: str = "",
-    ) -> Future[int]:  # fmt: skip
+        self,
+        file: DirectFile,
+        file_offset: int,
+        length: int,
+        arena: DirectArena,
+        arena_offset: int,
+        *,
+        lane: str = "",
+    ) -> Future[int]:
         """Read a range of a file into the arena; the future holds `length`.
 
         It runs on a thread of `lane`, by default of one for all files.
@@ -339,8 +350,9 @@ class DirectEngine(Closing):
             self.metrics.count("gpu_direct_abandoned_total")
             _log.warning(
                 "%s: a direct read has not ended after %.0f s; it is never freed",
-                what, self._close_seconds,
-            )  # fmt: skip
+                what,
+                self._close_seconds,
+            )
         return ended is True
 
     def close(self) -> None:

@@ -134,9 +134,12 @@ def run_child(command: Sequence[str], timeout_seconds: float) -> ChildReport:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     with tempfile.TemporaryDirectory() as here:
         code, text = output_of(
-            command, timeout_seconds, max_bytes=_MAX_OUTPUT_BYTES, environment=environment,
+            command,
+            timeout_seconds,
+            max_bytes=_MAX_OUTPUT_BYTES,
+            environment=environment,
             directory=here,
-        )  # fmt: skip
+        )
     return parse_output(text, code)
 
 
@@ -184,10 +187,17 @@ class Detector:
 
         def found(route: Route, reason: str, rung: int, **more: Any) -> Detection:  # Any: counters
             return Detection(
-                directory=directory, gpu=gpu, route=route, reason=reason, rung=rung,
-                seconds=time.monotonic() - began, machine=machine, mount=mount,
-                doubts=doubts(machine, mount), **more,
-            )  # fmt: skip
+                directory=directory,
+                gpu=gpu,
+                route=route,
+                reason=reason,
+                rung=rung,
+                seconds=time.monotonic() - began,
+                machine=machine,
+                mount=mount,
+                doubts=doubts(machine, mount),
+                **more,
+            )
 
         for rung, obstacle in ((1, machine_obstacle(machine)), (2, mount_obstacle(mount))):
             if obstacle is not None:

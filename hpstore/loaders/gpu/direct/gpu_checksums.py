@@ -27,9 +27,15 @@ _SECRET = bytes.fromhex(
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 _STARTS = (
-    0xC2B2AE3D, 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9,
-    0x85EBCA77C2B2AE63, 0x85EBCA77, 0x27D4EB2F165667C5, 0x9E3779B1,
-)  # fmt: skip
+    0xC2B2AE3D,
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x85EBCA77,
+    0x27D4EB2F165667C5,
+    0x9E3779B1,
+)
 _END = 0x165667919E3779F9
 
 
@@ -93,8 +99,12 @@ def verify(memory: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     kernels.digest[(count,)](
-        memory[:whole].view(torch.int64), on_device(blocks.starts // _WORD_BYTES),
-        on_device(blocks.lengths), on_device(blocks.seeds.view(np.int64)), on_device(_table()),
-        digests, num_warps=1,
-    )  # fmt: skip
+        memory[:whole].view(torch.int64),
+        on_device(blocks.starts // _WORD_BYTES),
+        on_device(blocks.lengths),
+        on_device(blocks.seeds.view(np.int64)),
+        on_device(_table()),
+        digests,
+        num_warps=1,
+    )
     return digests == on_device(blocks.expected.view(np.int64))

@@ -107,8 +107,13 @@ def decode(memory: torch.Tensor, jobs: DecodeJobs) -> None:
 
     kernels.combine[grid](
         memory[: nbytes // WORD_BYTES * WORD_BYTES].view(torch.int32),
-        words_on_device(jobs.sources), words_on_device(jobs.targets),
+        words_on_device(jobs.sources),
+        words_on_device(jobs.targets),
         torch.from_numpy(factors).to(device, non_blocking=True),
-        words, len(jobs.want),
-        K=jobs.data, ROWS=factors.shape[1], BLOCK=BLOCK_WORDS, num_warps=_WARPS,
-    )  # fmt: skip
+        words,
+        len(jobs.want),
+        K=jobs.data,
+        ROWS=factors.shape[1],
+        BLOCK=BLOCK_WORDS,
+        num_warps=_WARPS,
+    )

@@ -27,9 +27,12 @@ NO_ROWS: Int64s = np.empty(0, np.int64)
 def fits_direct(plan: FixedPlan | None, compression: str) -> bool:
     """Whether records of a stream can be read straight to a GPU: one size, aligned, as they are."""
     return (
-        plan is not None and plan.per_page > 0 and plan.stride % ALIGNMENT_BYTES == 0
-        and plan.unit_bytes % ALIGNMENT_BYTES == 0 and not compression
-    )  # fmt: skip
+        plan is not None
+        and plan.per_page > 0
+        and plan.stride % ALIGNMENT_BYTES == 0
+        and plan.unit_bytes % ALIGNMENT_BYTES == 0
+        and not compression
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -95,9 +98,16 @@ class WantedRecords:
             mine = mine[np.argsort(offset[mine], kind="stable")]
             low, high = self._span(offset[mine], geometry.column_bytes)
             self.parts.append(
-                ColumnPart(geometry=geometry, column=one, held=held, low=low, high=high,
-                     inside=offset[mine] - low, rows=numbers[fits[mine]].astype(np.int64))
-            )  # fmt: skip
+                ColumnPart(
+                    geometry=geometry,
+                    column=one,
+                    held=held,
+                    low=low,
+                    high=high,
+                    inside=offset[mine] - low,
+                    rows=numbers[fits[mine]].astype(np.int64),
+                )
+            )
 
     def _span(self, offset: Int64s, column_bytes: int) -> tuple[Int64s, Int64s]:
         if self.exact:
@@ -146,9 +156,10 @@ class ArenaLayout:
     def moved(self, by: int) -> ArenaLayout:
         """The same from another place of the arena on."""
         return replace(
-            self, reads=tuple(replace(r, place=r.place + by) for r in self.reads),
+            self,
+            reads=tuple(replace(r, place=r.place + by) for r in self.reads),
             place=tuple(place + by for place in self.place),
-        )  # fmt: skip
+        )
 
 
 def land(parts: Sequence[ColumnPart]) -> ArenaLayout:
@@ -163,9 +174,16 @@ def land(parts: Sequence[ColumnPart]) -> ArenaLayout:
         last = np.append(first[1:], len(size)) - 1
         for column, held in part.held.items():
             reads.append(
-                ColumnReads(part=number, column=column, held=held, low=part.low[first],
-                      high=part.high[last], place=at + start[first], run=np.cumsum(new) - 1)
-            )  # fmt: skip
+                ColumnReads(
+                    part=number,
+                    column=column,
+                    held=held,
+                    low=part.low[first],
+                    high=part.high[last],
+                    place=at + start[first],
+                    run=np.cumsum(new) - 1,
+                )
+            )
             at += total
         places.append((at if part.lost else at - total) + start)
         at += total * part.lost
@@ -186,11 +204,15 @@ def decodes(landing: ArenaLayout, good: Sequence[Bools]) -> list[DecodeJobs]:
             mine = good[number] & (sizes == length)
             found.append(
                 DecodeJobs(
-                    data=part.geometry.data, parity=part.geometry.parity, have=tuple(part.held),
-                    want=(part.column,), sources=sources[mine], targets=target[mine][:, None],
+                    data=part.geometry.data,
+                    parity=part.geometry.parity,
+                    have=tuple(part.held),
+                    want=(part.column,),
+                    sources=sources[mine],
+                    targets=target[mine][:, None],
                     length=length,
                 )
-            )  # fmt: skip
+            )
     return found
 
 
@@ -202,9 +224,11 @@ def record_checks(
     rows = np.concatenate([NO_ROWS, *(part.rows for part, _ in parts)])
     starts = np.concatenate([NO_ROWS, *(place + part.inside for part, place in parts)])
     return Blocks(
-        starts=starts, lengths=np.full(len(rows), length, np.int64),
-        seeds=np.zeros(len(rows), np.uint64), expected=checksum[rows],
-    ), rows  # fmt: skip
+        starts=starts,
+        lengths=np.full(len(rows), length, np.int64),
+        seeds=np.zeros(len(rows), np.uint64),
+        expected=checksum[rows],
+    ), rows
 
 
 def pages_of(
@@ -212,9 +236,11 @@ def pages_of(
 ) -> tuple[Int64s, Int64s]:
     """The pages of 4 KiB of the arena that these rows are, row by row; and the rows. Pure."""
     first = np.concatenate(
-        [NO_ROWS, *(at + part.inside
-                    for part, at in zip(landing.parts, landing.place, strict=True))]
-    )  # fmt: skip
+        [
+            NO_ROWS,
+            *(at + part.inside for part, at in zip(landing.parts, landing.place, strict=True)),
+        ]
+    )
     rows = np.concatenate([NO_ROWS, *(part.rows for part in landing.parts)])
     chosen = np.isin(rows, np.asarray(wanted, np.int64))
     steps = np.arange(stride // ALIGNMENT_BYTES, dtype=np.int64)

@@ -16,9 +16,16 @@ import triton.language as tl
 
 @triton.jit
 def combine(
-    memory, sources, targets, factors, words, rows,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    memory,
+    sources,
+    targets,
+    factors,
+    words,
+    rows,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """target[r] = sum over j < K of factors[j, r] * source[j] in GF(2^8), four bytes a word.
 
     Program (w, job): BLOCK words of every row of a job. `memory` is int32; `sources` (jobs, K) and

@@ -177,11 +177,16 @@ class PathChoice:
         else:
             reason = f"{direct.rate / 1e9:.2f} GB/s direct, {pinned.rate / 1e9:.2f} GB/s pinned"
         return Figures(
-            device=device, chosen=state.chosen, reason=reason,
-            direct_bytes_per_second=direct.rate, pinned_bytes_per_second=pinned.rate,
-            direct_batches=direct.batches, pinned_batches=pinned.batches,
-            changes=state.changes, direct_failures=state.failures,
-        )  # fmt: skip
+            device=device,
+            chosen=state.chosen,
+            reason=reason,
+            direct_bytes_per_second=direct.rate,
+            pinned_bytes_per_second=pinned.rate,
+            direct_batches=direct.batches,
+            pinned_batches=pinned.batches,
+            changes=state.changes,
+            direct_failures=state.failures,
+        )
 
 
 def _other(way: Way) -> Way:
