@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,8 @@ class NamedCheckpoints(Closing):
     save() returns once the state is staged; the rest goes on in the background, in order: commit,
     name, then removals. A removal asked for during a save waits until that save is durable with
     its full parity, and is postponed when it failed: there is never less than before. What went
-    wrong is raised by the next save(), load(), wait() or close().
+    wrong is raised by the next save(), load(), wait() or close(). The background thread ends when
+    these have waited for it, and is started again by the next save or removal.
 
     keep_last: how many names stay; the oldest go after a newer one is durable. None keeps all.
     allow_pickle: as of Checkpointer.
@@ -95,7 +97,7 @@ class NamedCheckpoints(Closing):
         self._checkpoints = Checkpointer(
             pool, f"{prefix}/{SAVES}", rng=False, group="alone", allow_pickle=allow_pickle
         )
-        self._worker = WorkerThreads(1, "hpstore-names")
+        self._worker: WorkerThreads | None = None  # from a save or a removal to the next wait()
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
         # names to remove, and whom to tell; the worker's alone
         self._postponed: dict[str, Callable[[], None] | None] = {}
@@ -122,7 +124,7 @@ class NamedCheckpoints(Closing):
         handle = self._checkpoints.save(number, {"name": name, "checkpoint": dict(state)})
         self._number = number
         named = Named(name=name, number=number)
-        self._pending.append(self._worker.submit(self._publish, named, handle, durable))
+        self._go_on(partial(self._publish, named, handle, durable))
 
     def _next_number(self) -> int:
         if self._number is None:
@@ -156,7 +158,13 @@ class NamedCheckpoints(Closing):
         """
         if self._closed:
             raise CheckpointError("these checkpoints are closed")
-        self._pending.append(self._worker.submit(self._remove, name, removed))
+        self._go_on(partial(self._remove, name, removed))
+
+    def _go_on(self, call: Callable[[], None]) -> None:
+        """In the background, after what is under way there."""
+        if self._worker is None:
+            self._worker = WorkerThreads(1, "hpstore-names")
+        self._pending.append(self._worker.submit(call))
 
     def _remove(self, name: str, removed: Callable[[], None] | None) -> None:
         self._postponed[name] = removed
@@ -222,11 +230,17 @@ class NamedCheckpoints(Closing):
         return [named for named in found if named is not None]
 
     def names(self) -> list[str]:
-        """Names of durable checkpoints, oldest save first."""
+        """Names of durable checkpoints, oldest save first. Waits as latest() does."""
+        self._await_pending()
         return [named.name for named in sorted(self._named(), key=lambda named: named.number)]
 
     def latest(self) -> str | None:
-        """The name saved last among those that can be read; None when there is none."""
+        """The name saved last among those that can be read; None when there is none.
+
+        Waits for the save and the removals under way here: a name that is about to go is no answer
+        for a restart. What went wrong in them is left to the next save(), load() or wait().
+        """
+        self._await_pending()
         valid = self._checkpoints.latest_valid()
         found = [n for n in self._named() if valid is not None and n.number <= valid]
         return max(found, key=lambda named: named.number).name if found else None
@@ -254,12 +268,21 @@ class NamedCheckpoints(Closing):
         """Wait for the save and the removals under way; raises what went wrong in them."""
         if self._closed:
             raise CheckpointError("these checkpoints are closed")
-        pending, self._pending = self._pending, []
-        errors = [error for error in (future.exception() for future in pending) if error]
+        errors = self._await_pending()
+        self._pending = []
+        self._end_worker()  # no thread stays behind in a trainer that ends without close()
         if len(errors) == 1:
             raise errors[0]
         if errors:
             raise BaseExceptionGroup(f"saving under {self.prefix!r} failed", errors)
+
+    def _await_pending(self) -> list[BaseException]:
+        return [error for error in (future.exception() for future in self._pending) if error]
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.shutdown()
 
     def close(self) -> None:
         """Wait, then release threads and the arena. Idempotent; the pool stays open."""
@@ -269,5 +292,5 @@ class NamedCheckpoints(Closing):
             self.wait()
         finally:
             self._closed = True
-            self._worker.shutdown()
+            self._end_worker()
             self._checkpoints.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_a_save_is_old_or_new_at_every_crash_point(
             named.save("d", state(8))
             named.close()
         monkeypatch.undo()
-        named._worker.shutdown()
+        named._end_worker()
         with NamedCheckpoints(pool, prefix) as again:
             found = numbers(again)
             assert found in (
@@ -145,6 +146,53 @@ def test_several_failures_are_all_raised(pool: Pool, monkeypatch: pytest.MonkeyP
     with pytest.raises(CheckpointError, match="closed"):
         named.remove("c")
     named.close()
+
+
+def test_what_is_about_to_go_is_no_answer(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """latest() and names() wait for a removal that was asked for: a launcher of Lightning saves,
+    loads and removes a checkpoint of its own after fit(), and a restart had its name (pl_spawn).
+    """
+    forget, waited_for = NamedCheckpoints._forget, threading.Event()
+
+    def slow(self: NamedCheckpoints, name: str) -> None:
+        assert waited_for.wait(60)
+        forget(self, name)
+
+    monkeypatch.setattr(NamedCheckpoints, "_forget", slow)
+    with NamedCheckpoints(pool, "run") as named:
+        wait = named._await_pending
+
+        def let_go() -> list[BaseException]:
+            waited_for.set()
+            return wait()
+
+        monkeypatch.setattr(named, "_await_pending", let_go)
+        for name, find, wanted in (("x", named.names, ["kept"]), ("y", named.latest, "kept")):
+            named.save("kept", state(1))
+            named.save(name, state(2))
+            waited_for.clear()
+            named.remove(name)
+            assert find() == wanted
+
+
+def test_no_thread_stays_when_all_is_durable(pool: Pool) -> None:
+    """wait() ends the background thread, which Lightning's tests count as one left behind; the
+    next removal has one again."""
+
+    def threads() -> int:
+        return sum(t.name.startswith("hpstore-names") for t in threading.enumerate())
+
+    with NamedCheckpoints(pool, "run") as named:
+        named.save("a", state(1))
+        named.save("b", state(2))
+        assert threads() == 1
+        named.wait()
+        assert threads() == 0
+        named.remove("a")
+        named.wait()
+        assert (threads(), named.names()) == (0, ["b"])
+        named.save("c", state(3))
+    assert threads() == 0
 
 
 @pytest.mark.usefixtures("segments_apart")
