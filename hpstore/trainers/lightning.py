@@ -12,9 +12,10 @@ import torch
 
 from hpstore.checkpoint.state.fill_objects import map_tensors
 from hpstore.errors import CheckpointError, ConfigError
+from hpstore.pool.pool import Pool
 from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
-from hpstore.trainers.optional_import import PoolLike, as_pool, missing
+from hpstore.trainers.optional_import import PoolLike, UnopenedPool, as_pool, missing
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -149,8 +150,12 @@ class PoolCheckpointIO(CheckpointIO):
         return written
 
     def __getstate__(self) -> dict[str, Any]:
-        """For strategies that spawn: the other process opens checkpoints of its own."""
-        return {**self.__dict__, "_named": None, "_opened": False}
+        """For strategies that spawn, and for a Trainer that is pickled with its model: what is
+        unpickled opens a pool of its own when it is first used, and close() closes that."""
+        pool = self._pool
+        if isinstance(pool, Pool):
+            pool = UnopenedPool(config=pool.config, read_only=pool.read_only)
+        return {**self.__dict__, "_pool": pool, "_named": None, "_opened": False}
 
     def close(self) -> None:
         """Wait, and close the pool if it was opened here. Idempotent."""
