@@ -253,6 +253,20 @@ def test_objects_that_would_come_back_as_their_state_are_refused(pool: Pool) -> 
         refuse_states(deep, "x")
 
 
+@pytest.mark.parametrize("kind", [torch.nn.ReLU, torch.optim.SGD])
+def test_a_class_is_no_object_with_a_state(pool: Pool, kind: type) -> None:
+    """`activation=nn.ReLU` among the hyper-parameters: refused by its key, and a pickle where these
+    are allowed; it was refused as an object whose state would come back, either way."""
+    with (
+        NamedCheckpoints(pool, "run") as named,
+        pytest.raises(CheckpointError, match=r"state 'checkpoint/k' is a builtins\.type"),
+    ):
+        named.save("a", {"k": kind})
+    with NamedCheckpoints(pool, "run", allow_pickle=True) as named:
+        named.save("a", {"k": kind})
+        assert named.load("a") == {"k": kind}
+
+
 @pytest.mark.parametrize(
     ("name", "package", "extra"),
     [

@@ -231,5 +231,7 @@ def grows(value: Any) -> bool:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object gives and takes its state itself."""
+    """Whether an object gives and takes its state itself; a class of such ones does not."""
+    if isinstance(value, type):
+        return False
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
