@@ -24,6 +24,23 @@ except ModuleNotFoundError as error:
     raise missing("lightning", "lightning") from error
 
 
+_MARKER = "A marker"
+
+
+def _file_hint(path: str | None) -> str:
+    """What to do with a file that is at a checkpoint's path and is no marker, for an error."""
+    try:
+        with open(path or "", "rb") as file:
+            if file.read(len(_MARKER)) == _MARKER.encode():
+                return ""
+    except OSError:
+        return ""
+    return (
+        ". The file at that path was not saved to the pool: "
+        "io.save_checkpoint(torch.load(path), path) takes it in"
+    )
+
+
 def place(value: Any, map_location: object) -> Any:
     """Loaded values with tensors where torch.load's `map_location` wants them."""
     if map_location is None:
@@ -117,7 +134,8 @@ class PoolCheckpointIO(CheckpointIO):
         path = os.fspath(path)
         if "://" not in path and os.path.islink(path):  # save_last="link"
             path = os.path.join(os.path.dirname(path), os.readlink(path))
-        loaded = self.checkpoints.load(name_of(path, self.root))
+        name, marker = name_of(path, self.root), self._marker(path)
+        loaded = self.checkpoints.load(name, missing=lambda: _file_hint(marker))
         placed: dict[str, Any] = place(loaded, map_location)
         return placed
 
@@ -181,7 +199,7 @@ class PoolCheckpointIO(CheckpointIO):
             self._make_way(marker)
             pool = self.checkpoints.pool.config.name
             Path(marker).write_text(
-                f"A marker: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n",
+                f"{_MARKER}: the checkpoint is in hpstore's pool {pool!r} under {self.prefix!r}.\n",
                 encoding="utf-8",
             )
 

@@ -245,16 +245,18 @@ class NamedCheckpoints(Closing):
         found = [n for n in self._named() if valid is not None and n.number <= valid]
         return max(found, key=lambda named: named.number).name if found else None
 
-    def load(self, name: str) -> dict[str, Any]:
+    def load(self, name: str, *, missing: Callable[[], str] = lambda: "") -> dict[str, Any]:
         """The state under `name`, verified, tensors on the CPU; the caller owns it.
 
-        Raises CheckpointError naming what there is, IntegrityError, RedundancyError.
+        `missing`: what the error says besides where there is none of that name. Raises
+        CheckpointError naming what there is, IntegrityError, RedundancyError.
         """
         self.wait()
         named = self._read(name)
         if named is None:
             raise CheckpointError(
-                f"no checkpoint {name!r} under {self.prefix!r}; the newest are {self.names()[-8:]}"
+                f"no checkpoint {name!r} under {self.prefix!r}; the newest are "
+                f"{self.names()[-8:]}{missing()}"
             )
         state = self._checkpoints.read(named.number).tree()
         if state.get("name") != name:

@@ -8,7 +8,9 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
+from hpstore.errors import CheckpointError
 from hpstore.pool.pool import Pool
 
 pytest.importorskip("lightning.pytorch")
@@ -49,3 +51,21 @@ def test_a_pickled_io_opens_its_pool_when_it_is_used(
         other.close()
         assert io.latest() == str(tmp_path / "a.ckpt")
     assert closed == opened
+
+
+def test_a_file_that_is_not_in_the_pool_can_be_taken_in(pool: Pool, tmp_path: Path) -> None:
+    """The error of a checkpoint that the stock IO saved has the line that helps; that of a marker
+    whose checkpoint is gone has none."""
+    io = PoolCheckpointIO(pool, "run")
+    path = tmp_path / "old.ckpt"
+    torch.save({"step": 5}, path)
+    with pytest.raises(CheckpointError, match=r"io\.save_checkpoint\(torch\.load\(path\), path\)"):
+        io.load_checkpoint(path)
+    io.save_checkpoint(torch.load(path), path)
+    assert io.load_checkpoint(path) == {"step": 5}
+    io.checkpoints.remove("at" + str(path))
+    for gone in (path, tmp_path / "never.ckpt"):
+        with pytest.raises(CheckpointError, match="no checkpoint") as raised:
+            io.load_checkpoint(gone)
+        assert "torch.load" not in str(raised.value)
+    io.close()
