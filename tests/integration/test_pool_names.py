@@ -101,39 +101,3 @@ def test_settings_that_cannot_be_replaced_leave_no_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         write_atomically(tmp_path / "x", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
-
-
-@pytest.mark.parametrize("domain", ["", "a\nb", "\x1b[31m", "\ud800", "é" * 128, 5])
-def test_a_failure_domain_is_a_short_printable_name(
-    pool: hpstore.Pool, tmp_path: Path, domain: Any
-) -> None:
-    places = [tmp_path / f"new{i}" for i in range(3)]
-    with pytest.raises(ConfigError, match="cannot name a failure domain"):
-        hpstore.create(places, scheme="2+1", config=tmp_path / "x.toml", domains=["a", "b", domain])
-    with pytest.raises(ConfigError, match="cannot name a failure domain"):
-        pool.add_device(str(places[0]), domain=domain)
-    assert not any(place.exists() for place in places)
-    assert len(pool.status().devices) == 6
-
-
-def test_a_record_that_could_not_be_read_back_is_not_written(
-    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No pool opens with one: `add` went on until its devices' names were 4 MiB."""
-    size = max(path.stat().st_size for path in tmp_path.glob("*/pool.json"))
-    monkeypatch.setattr("hpstore.format.records.MAX_RECORD_BYTES", size + 20)
-    with pytest.raises(ConfigError, match=f"{size + 20} at most are read"):
-        pool.add_device(str(tmp_path / "new"))
-    assert not (tmp_path / "new/hpstore.json").exists()
-    with hpstore.open(tmp_path / "pool.toml") as other:
-        other.put("a", b"b")
-        assert len(other.status().devices) == 6
-    with pytest.raises(ConfigError, match="Nothing was changed"):
-        hpstore.create(
-            [tmp_path / ("long" * 40 + str(i)) for i in range(9)],
-            scheme="2+1",
-            config=tmp_path / "other.toml",
-        )
-    assert not list(tmp_path.glob("long*"))
-    monkeypatch.undo()
-    pool.add_device(str(tmp_path / "new"))
