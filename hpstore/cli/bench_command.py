@@ -72,7 +72,6 @@ def run(
 
     hpstore bench devices erasure --json -
     """
-    from hpstore.benchmarks.harness.bench_report import describe
     from hpstore.benchmarks.harness.measure import Options
     from hpstore.benchmarks.suite import BENCHMARKS, size_named
 
@@ -93,11 +92,7 @@ def run(
     results = measured(
         {name: replace(told, size_bytes=size_named(size, name)) for name in names}, json_file
     )
-    if json_file == "-":
-        emit_json(results)
-    else:
-        sys.stdout.write(describe(results))
-        show_stages(results)
+    _show(results, json_file)
 
 
 def _require_runnable(
@@ -111,6 +106,17 @@ def _require_runnable(
         raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
     if json_file:
         agree_to_replace(Path(json_file), yes=yes, named=True)
+
+
+def _show(results: Mapping[str, object], json_file: str) -> None:
+    """Write JSON to standard output where that was asked for, else tables."""
+    from hpstore.benchmarks.harness.bench_report import describe
+
+    if json_file == "-":
+        emit_json(results)
+    else:
+        sys.stdout.write(describe(results))
+        show_stages(results)
 
 
 def show_stages(results: Mapping[str, object]) -> None:
