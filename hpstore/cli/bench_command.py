@@ -58,7 +58,10 @@ def run(
     device: Annotated[str, typer.Option(help=_DEVICE)] = "cpu",
     stages: Annotated[bool | None, typer.Option("--stages/--no-stages", help=_STAGES)] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="for cache, health, train: little data")
+        bool,
+        typer.Option(
+            "--quick", help="for cache, health, train: little data, to see that all works"
+        ),
     ] = False,
     drive_stats: Annotated[
         list[Path] | None, typer.Option(help="for health: a file to forecast failures from")
