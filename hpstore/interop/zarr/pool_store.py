@@ -33,11 +33,10 @@ _DOCUMENTS = ("zarr.json", ".zarray", ".zgroup", ".zattrs", ".zmetadata")
 
 
 class PoolStore(BlockingStore):
-    """The values of zarr arrays and groups, under a prefix of a pool's keys.
+    """The values of zarr arrays and groups, under a prefix of a pool's keys. See docs/zarr.md.
 
-    `prefix`: where the keys begin; a store that can be written needs one, as zarr's mode "w"
-    deletes all that it finds. Listings raise TooFewDevices when keys may be there unseen: a group
-    must not look smaller than it is.
+    Thread-safe. Blocking work runs on the event loop's threads. Listings raise TooFewDevices when
+    keys may be there unseen: a group must not look smaller than it is.
 
     A value that cannot be read now raises TooManyErasures; None, which zarr takes for a chunk of
     fill values, means that no such object exists. A write that is cancelled ends first, as its
@@ -46,6 +45,24 @@ class PoolStore(BlockingStore):
     Under `data/<name>` of a published data set, the arrays of its fields are read instead of its
     objects; writing or deleting there raises ConfigError. One that is replaced or deleted after it
     was opened raises VersionConflict, or ConfigError: make another store for the new one.
+
+    Parameters
+    ----------
+    pool
+        An open pool, which stays the caller's; or a pool's name, or the path of its pool.toml: then
+        the pool is opened on first use, shared by the process, and closed at its end.
+    prefix
+        Where the keys begin. A store that can be written needs one, as zarr's mode "w" deletes all
+        that it finds.
+    read_only
+        Refuse writes and deletes. A store over a pool that was opened read-only always does.
+
+    Raises
+    ------
+    ConfigError
+        There is no such pool, or a store that can be written has no prefix.
+    InvalidKey
+        No key can begin with `prefix`.
     """
 
     supports_writes = True
@@ -65,7 +82,28 @@ class PoolStore(BlockingStore):
 
     @classmethod
     def from_url(cls, url: str, *, read_only: bool = False) -> PoolStore:
-        """The store at `hpstore://NAME/prefix`. Raises ConfigError."""
+        """Make the store at a URL. The pool is opened on first use.
+
+        Parameters
+        ----------
+        url
+            `hpstore://NAME/prefix`, with the name of a pool.
+        read_only
+            Refuse writes and deletes.
+
+        Returns
+        -------
+        PoolStore
+            As PoolStore(NAME, prefix) makes it.
+
+        Raises
+        ------
+        ConfigError
+            `url` is not such a URL, there is no such pool, or a store that can be written has no
+            prefix.
+        InvalidKey
+            No key can begin with the prefix.
+        """
         name, _, prefix = PoolPaths._strip_protocol(url).partition("/")
         if not name or not url.startswith("hpstore://"):
             raise ConfigError(f"{url!r} is no URL of a pool; write hpstore://NAME/prefix")
