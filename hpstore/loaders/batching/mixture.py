@@ -30,12 +30,28 @@ if TYPE_CHECKING:
 
 
 class Mixture:
-    """Data sets with the same fields, mixed by weight, for a DataLoader.
+    """Datasets with the same fields, mixed by weight, for a DataLoader.
 
-    Every run of 1024 samples (or a few more) has each data set's exact share; a small one is
-    repeated, each time in another order. `length`: samples of an epoch, by default those of all
-    data sets together. `source_field`: name of an int64 field that tells where a sample is from.
-    Raises ConfigError.
+    Every run of 1024 samples (or a few more) has each dataset's exact share; a small one is
+    repeated, each time in another order.
+
+    Parameters
+    ----------
+    datasets
+        Open datasets. They stay the caller's.
+    weights
+        Share of each dataset, of their sum: finite and not negative, one above 0.
+    length
+        Samples of an epoch. Default: those of all datasets together.
+    source_field
+        Name of an int64 field that batches have besides: the number of the dataset in `datasets`
+        that a sample is from.
+
+    Raises
+    ------
+    ConfigError
+        There is no dataset, one is not a Dataset of hpstore, their fields differ, there are more or
+        fewer weights, or `source_field` is a field already. Weights are checked by order().
     """
 
     def __init__(
@@ -80,7 +96,23 @@ class Mixture:
         return int(self._offsets[-1])
 
     def split(self, indices: Indices) -> Sources:
-        """Number of the data set and sample in it. Raises IndexError."""
+        """Find the samples in their datasets.
+
+        Parameters
+        ----------
+        indices
+            int64 (n,), 0 <= i < samples, counted through the datasets laid end to end.
+
+        Returns
+        -------
+        Sources
+            Numbers of the datasets and of the samples in them, int64 (n,) each.
+
+        Raises
+        ------
+        IndexError
+            An index is outside.
+        """
         return sources_of(indices, self._offsets)
 
     @property
@@ -89,7 +121,25 @@ class Mixture:
         return tuple(data.fingerprint for data in self.datasets)
 
     def order(self, shuffle: str, seed: int) -> MixtureOrder:
-        """The order of a loader: each data set shuffled by itself ("global") or as it is."""
+        """Make the order of a loader.
+
+        Parameters
+        ----------
+        shuffle
+            "global": each dataset is shuffled by itself. "none": each is read as it was written.
+        seed
+            0 <= seed < 2**64. It determines the order, with the datasets' sizes and the weights.
+
+        Returns
+        -------
+        MixtureOrder
+            An Order over `samples`.
+
+        Raises
+        ------
+        ConfigError
+            `shuffle` is neither, or the weights or the seed cannot be used.
+        """
         if shuffle not in ("global", "none"):
             raise ConfigError(f'shuffle {shuffle!r} of a mixture: choose "global" or "none"')
         tables = PERMUTATION_SAMPLES // len(self.datasets)  # else 200 of them take seconds

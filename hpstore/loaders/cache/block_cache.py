@@ -29,18 +29,38 @@ PREFETCH_THREADS = 2
 
 
 class Cache(Closing):
-    """Blocks of any number of sources in `memory_bytes`, and `disk_bytes` at `disk_path`.
-    Both are numbers or text such as "64GiB".
+    """Blocks of any number of sources, in memory and on a local disk. See docs/cache.md.
 
-    With `share`, processes of one user and node that give the same name have one cache: the first
-    one owns it, and when that ends the others go on without, at the pace of their sources.
+    Thread-safe. The memory is reserved now. The disk tier survives the process: another cache with
+    the same path starts with it. It may be deleted, fill up or fail at any time. Only what its
+    source can give again is kept.
 
-    The memory is reserved now; `pin` is given it once, to page-lock it. Thread-safe. The disk
-    tier survives the process: another cache with the same path starts with it. It may be deleted,
-    fill up or fail at any time. Only what its source can give again is kept.
+    Parameters
+    ----------
+    memory_bytes
+        Memory for blocks: a number or text such as "64GiB".
+    disk_path
+        Directory on a local filesystem, for this cache alone. None: no disk tier.
+    disk_bytes
+        Size of the disk tier, a number or text. Above 0 with `disk_path`, 0 without it.
+    share
+        Processes of one user and node that give the same name have one cache. The first one owns
+        it; the memory, the disk tier and the other arguments are the owner's. When the owner ends
+        the others go on without a cache, at the pace of their sources.
+    pin
+        Called once with the memory, (memory_bytes,) uint8, to page-lock it.
+    prefetch_threads
+        Threads that read ahead; 0: nothing is prefetched.
+    policy
+        Makes what decides which blocks stay.
+    clock
+        Measures time. Default: the system's.
 
-    Raises ConfigError when the memory is not there, or the disk path cannot be used or is used by
-    another cache.
+    Raises
+    ------
+    ConfigError
+        The memory is not there, the disk path cannot be used or is used by another cache, another
+        user has taken the name, or an argument is wrong.
     """
 
     def __init__(
@@ -84,10 +104,33 @@ class Cache(Closing):
     def attach(
         self, source: BlockSource, *, job: str | None = None, batch_blocks: int = 1
     ) -> Attached | SharedAttached:
-        """A reader of `source`, for one job; the caller closes it.
+        """Make a reader of `source` for one job. The caller closes it.
 
-        `batch_blocks`: blocks that it reads at once. Raises ConfigError, stating the least memory,
-        when a batch of them does not fit.
+        A source that the cache does not hold yet changes the shares of the others: the memory is
+        then emptied once.
+
+        Parameters
+        ----------
+        source
+            Numbered blocks that never change. Threads of the cache read it, too.
+        job
+            Name of the job. Default: the source's name.
+        batch_blocks
+            Blocks that the reader reads at once.
+
+        Returns
+        -------
+        Attached or SharedAttached
+            Its read() may be called by many threads. It is a SharedAttached in a process that does
+            not own the shared cache.
+
+        Raises
+        ------
+        AlreadyClosed
+            The cache is closed.
+        ConfigError
+            A batch does not fit; the message states the least memory. Or the source has too many
+            readers or blocks, or the owner of the shared cache is gone.
         """
         if self._closed:
             raise AlreadyClosed("this cache is closed")

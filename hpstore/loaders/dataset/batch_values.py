@@ -17,7 +17,12 @@ from hpstore.units import MIB, round_up
 class Ragged:
     """Values of a ragged field of a batch: row i is values[offsets[i]:offsets[i + 1]].
 
-    `values` (total, *inner shape), `offsets` int64 (rows + 1). For bytes, values are uint8.
+    Parameters
+    ----------
+    values
+        (total, *inner shape). For bytes, uint8.
+    offsets
+        int64 (rows + 1), on the same device.
     """
 
     values: torch.Tensor
@@ -42,7 +47,18 @@ class Ragged:
         return jagged(self.values, self.offsets, self.offsets)
 
     def to(self, *args: Any, **kwargs: Any) -> Ragged:
-        """Both tensors moved, as Tensor.to; a dtype is for the values alone."""
+        """Move both tensors.
+
+        Parameters
+        ----------
+        *args, **kwargs
+            As Tensor.to takes them. A dtype is for the values alone.
+
+        Returns
+        -------
+        Ragged
+            A tensor that needs no change is not copied.
+        """
         values = self.values.to(*args, **kwargs)
         return Ragged(values, self.offsets.to(values.device))
 

@@ -27,10 +27,29 @@ Sample = dict[str, Value]
 
 
 class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
-    """A published data set. Thread-safe; survives fork and spawn (it pickles as pool and name).
+    """A published dataset. Thread-safe; survives fork and spawn (it pickles as pool and name).
 
-    `fields`: the ones to read, all unless given; each sample is a dict of them in that order.
-    Raises ObjectNotFound, ConfigError for what is no data set or has no such field.
+    Parameters
+    ----------
+    pool
+        An open pool. It stays the caller's, and open while the dataset is read.
+    name
+        Name of the dataset.
+    fields
+        Names of the fields to read, all unless given. Each sample is a dict of them in that order.
+
+    Raises
+    ------
+    ObjectNotFound
+        There is no published dataset of this name.
+    ConfigError
+        `name` is something else than a dataset, or it has no such field.
+    InvalidKey
+        No dataset can have this name.
+    IntegrityError, FormatTooNew
+        The manifest is damaged, or was written by a newer hpstore.
+    TooManyErasures
+        The manifest cannot be read now.
     """
 
     def __init__(self, pool: Pool, name: str, *, fields: Sequence[str] | None = None) -> None:

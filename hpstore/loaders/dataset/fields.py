@@ -56,8 +56,17 @@ class FieldKind(StrEnum):
 class Field:
     """Type of one value of a sample.
 
-    `dtype`: a numpy name, "bfloat16" (numpy arrays of it are raw uint16), "bytes" or "str".
-    `shape`: of one sample's value; None as the first dimension makes it ragged. Raises ConfigError.
+    Parameters
+    ----------
+    dtype
+        A numpy name, "bfloat16" (numpy arrays of it are raw uint16), "bytes" or "str".
+    shape
+        Shape of one sample's value. None as the first dimension makes it ragged.
+
+    Raises
+    ------
+    ConfigError
+        The dtype is not known, or the shape cannot be stored.
     """
 
     dtype: str
@@ -118,12 +127,39 @@ class Field:
 
     @classmethod
     def from_json(cls, raw: Sequence[Any]) -> Field:
-        """Inverse of to_json. Raises ConfigError."""
+        """Inverse of to_json.
+
+        Parameters
+        ----------
+        raw
+            Dtype and shape.
+
+        Returns
+        -------
+        Field
+            Equal to the one that to_json() was called of.
+
+        Raises
+        ------
+        ConfigError
+            They are not those of a field.
+        """
         dtype, shape = raw
         return cls(str(dtype), tuple(shape))
 
     def as_value(self, raw: Bytes) -> Value:
-        """A value from its stored bytes: a tensor over `raw`, or bytes and str as objects."""
+        """Make a value of its stored bytes.
+
+        Parameters
+        ----------
+        raw
+            uint8 (n,). n is row_bytes; of a ragged field, a multiple of it.
+
+        Returns
+        -------
+        torch.Tensor or bytes or str
+            A tensor of the field's shape over the memory of `raw`; bytes and str are copies.
+        """
         if self.dtype == "bytes":
             return raw.tobytes()
         if self.dtype == "str":
@@ -132,13 +168,36 @@ class Field:
         return self.as_tensor(raw.view(self.storage).reshape(*lead, *self.inner_shape))
 
     def as_rows(self, raw: torch.Tensor) -> torch.Tensor:
-        """Fixed values from their stored bytes, (n, row_bytes) uint8 on any device; copies."""
+        """Make fixed values of their stored bytes.
+
+        Parameters
+        ----------
+        raw
+            uint8 (n, row_bytes), on any device.
+
+        Returns
+        -------
+        torch.Tensor
+            (n, *shape) on the same device, over the memory of `raw` where that is contiguous, else
+            a copy.
+        """
         kind = torch.bfloat16 if self.dtype == BFLOAT16 else getattr(torch, self.dtype)
         made: torch.Tensor = raw.contiguous().view(kind).reshape(-1, *self.inner_shape)
         return made
 
     def as_tensor(self, value: Array) -> torch.Tensor:
-        """A tensor over a numpy value of this field; no copy."""
+        """Make a tensor of a numpy value of this field, or of several.
+
+        Parameters
+        ----------
+        value
+            Array in storage dtype, of any shape.
+
+        Returns
+        -------
+        torch.Tensor
+            Over the memory of `value`, without a copy; of bfloat16 where the field is.
+        """
         tensor = torch.from_numpy(value)
         return tensor.view(torch.bfloat16) if self.dtype == BFLOAT16 else tensor
 

@@ -72,7 +72,29 @@ def dataset_info(pool: Pool, name: str, manifest: DatasetManifest) -> DatasetInf
 
 
 def written_parts(pool: Pool, name: str) -> dict[tuple[int, int], DatasetManifest]:
-    """Parts (i, n) that are complete and wait to be published, by their manifests."""
+    """Find the parts that are complete and wait to be published.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+
+    Returns
+    -------
+    dict
+        The manifest of each part by (i, n), as DatasetWriter was given it.
+
+    Raises
+    ------
+    ConfigError, InvalidKey
+        `pool` is not an open pool, or no dataset can have this name.
+    TooFewDevices
+        Parts may be there unseen.
+    IntegrityError
+        The manifest of a part is damaged.
+    """
     require_pool(pool, "written_parts")
     prefix = f"{PREFIX}/{check_dataset_name(name)}/"
     found = {}
@@ -91,14 +113,38 @@ def publish_parts(
     overwrite: bool = False,
     metadata: Mapping[str, object] | None = None,
 ) -> DatasetInfo:
-    """Make the parts that n writers put one data set, in the order of their numbers.
+    """Make the parts that n writers put one dataset, in the order of their numbers.
 
     Durable on return; before it nothing is visible, after it all. Reads the side and column objects
-    of all parts: their content makes the fingerprint, so it is that of one writer who wrote the
-    same samples. `metadata`: instead of that of part 0. What it replaced is removed.
+    of all parts: their content makes the fingerprint, so it is that of one writer that wrote the
+    same samples. What it replaced is removed.
 
-    Raises ConfigError naming the parts that are missing or do not fit, VersionConflict when the
-    name is taken or somebody else published meanwhile.
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+    overwrite
+        Replace the dataset that has this name.
+    metadata
+        JSON, instead of the metadata of part 0.
+
+    Returns
+    -------
+    DatasetInfo
+        Facts about the published dataset.
+
+    Raises
+    ------
+    ConfigError
+        Parts, which the message names, are missing or do not fit. Nothing was published.
+    VersionConflict
+        The name is taken, or another process published meanwhile. What is there is unchanged.
+    ObjectNotFound, IntegrityError
+        An object of a part is not there, or is not the one that was written. Nothing was published.
+    TooFewDevices
+        Parts may be there unseen, or the manifest cannot be made durable.
     """
     old, version = _published(pool, name)
     stale = {part.nonce for part in old.parts} if old else set()
@@ -253,7 +299,24 @@ def joined_content(
 
 
 def list_datasets(pool: Pool) -> list[DatasetInfo]:
-    """Published data sets by name. One whose manifest cannot be read has a `problem`."""
+    """Find the published datasets.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+
+    Returns
+    -------
+    list of DatasetInfo
+        In the order of their names. One whose manifest cannot be read has a `problem`. With more
+        than m devices away some may be missing.
+
+    Raises
+    ------
+    ConfigError
+        `pool` is not an open pool.
+    """
     found = []
     for key in require_pool(pool, "list_datasets").list(f"{PREFIX}/"):
         name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/")
@@ -272,10 +335,26 @@ def list_datasets(pool: Pool) -> list[DatasetInfo]:
 
 
 def delete_dataset(pool: Pool, name: str) -> None:
-    """Delete a data set, parts that were not published, and what killed writers left.
+    """Delete a dataset, parts that were not published, and what killed writers left.
 
-    The manifest goes first: stopped in between, nothing of it is visible, and calling it again goes
-    on. Raises ObjectNotFound when there is nothing, ConfigError for what is no data set.
+    Durable on return. The manifest goes first: stopped in between, nothing of it is visible, and
+    calling it again goes on.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+
+    Raises
+    ------
+    ObjectNotFound
+        There is nothing to delete.
+    ConfigError, InvalidKey
+        `name` is something else than a dataset, or no dataset can have it.
+    TooFewDevices
+        Objects may be there unseen, or a delete cannot be made durable.
     """
     key = manifest_key(check_dataset_name(name))
     _published(pool, name)  # raises for a corpus of tokens
@@ -297,10 +376,31 @@ def delete_dataset(pool: Pool, name: str) -> None:
 
 
 def remove_orphans(pool: Pool, name: str) -> int:
-    """Remove objects that no data set, written part or unfinished ingest names; returns how many.
+    """Remove objects that no dataset, written part or unfinished ingest names.
 
-    They are left by writers that were killed. Only to be called while nobody writes this data set:
+    They are left by writers that were killed. Call it only while no process writes this dataset:
     the objects of an open writer look the same.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+
+    Returns
+    -------
+    int
+        How many objects were removed.
+
+    Raises
+    ------
+    IntegrityError
+        A manifest cannot be read, so what it names is not known. Nothing was removed.
+    ConfigError, InvalidKey
+        `name` is something else than a dataset, or no dataset can have it.
+    TooFewDevices
+        Objects may be there unseen, or a delete cannot be made durable.
     """
     known = {p.nonce for m in written_parts(pool, name).values() for p in m.parts}
     published, version = _published(pool, name)

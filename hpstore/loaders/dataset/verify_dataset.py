@@ -46,13 +46,25 @@ class DatasetReport:
         return {**asdict(self), "clean": self.clean}
 
     def note(self, problem: str) -> None:
-        """Count a problem; name it while there is room."""
+        """Count a problem; name it while there is room.
+
+        Parameters
+        ----------
+        problem
+            What is wrong, and where.
+        """
         self.problem_count += 1
         if len(self.problems) < MAX_LISTED:
             self.problems.append(problem)
 
     def note_bad(self, samples: list[int]) -> None:
-        """Count samples whose record does not match its checksum."""
+        """Count samples whose record does not match its checksum.
+
+        Parameters
+        ----------
+        samples
+            Their indices.
+        """
         self.bad_count += len(samples)
         self.bad_samples += samples[: MAX_LISTED - len(self.bad_samples)]
 
@@ -60,11 +72,33 @@ class DatasetReport:
 def verify_dataset(
     pool: Pool, name: str, *, progress: ProgressCallback | None = None
 ) -> DatasetReport:
-    """Read all of a data set: records, side and column objects, indices, the content digest.
+    """Read all of a dataset: records, side and column objects, indices, the content digest.
 
     Damage that parity replaces is no problem here: it is repaired and counted by the pool. Goes on
-    after a problem. `progress`: told after each shard or column object, with the bytes so far.
-    Raises ObjectNotFound, ConfigError.
+    after a problem. Takes 32 MiB for records, or one record.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+    progress
+        Called by this thread after each shard or column object, with the bytes so far.
+
+    Returns
+    -------
+    DatasetReport
+        Samples that do not match their checksums, and what else is wrong.
+
+    Raises
+    ------
+    ObjectNotFound
+        There is no published dataset of this name.
+    ConfigError, InvalidKey
+        `name` is something else than a dataset, or no dataset can have it.
+    IntegrityError, FormatTooNew, TooManyErasures
+        The manifest is damaged, was written by a newer hpstore, or cannot be read now.
     """
     manifest = read_manifest(require_pool(pool, "verify_dataset"), name)
     with StoredData(pool, name, manifest) as data:

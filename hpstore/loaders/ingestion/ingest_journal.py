@@ -129,7 +129,25 @@ class Journal:
 
 
 def unfinished_ingests(pool: Pool) -> dict[str, Progressed]:
-    """Ingests that were cut short, by the name of the data set. Raises IntegrityError."""
+    """Find the ingests that were cut short.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+
+    Returns
+    -------
+    dict
+        What each of them has stored, and where it goes on (Progressed), by the name of the dataset.
+
+    Raises
+    ------
+    IntegrityError, FormatTooNew
+        A journal is damaged, or was written by a newer hpstore.
+    ConfigError
+        `pool` is not an open pool.
+    """
     found = {}
     for key in require_pool(pool, "unfinished_ingests").list(f"{PREFIX}/"):
         name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/")

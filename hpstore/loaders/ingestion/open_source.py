@@ -48,11 +48,34 @@ def open_source(
     names: Sequence[str] | None = None,
     check_images: bool = True,
 ) -> Source:
-    """The source that `source` means.
+    """Open what the caller names as a source of samples.
 
-    A path, URL or pattern is opened as `format`; an array, a dict of arrays, a zarr array or group,
-    a torch Dataset, a sequence, an iterable or a function that returns one as what it is. `names`:
-    fields of samples that are tuples. Raises ConfigError, IngestError.
+    Parameters
+    ----------
+    source
+        A path, URL or pattern is opened as `format`; an array, a dict of arrays, a zarr array or
+        group, a torch Dataset, a sequence, an iterable or a function that returns one as what it
+        is. A Source is returned as it is.
+    format
+        "images", "webdataset", "parquet", "numpy" or "zarr". "auto": found from the endings of
+        names and from what a folder holds.
+    names
+        Names of the fields of samples that are tuples.
+    check_images
+        An image file that is cut short is a bad record; nothing is decoded. False: the bytes of
+        images are not looked at.
+
+    Returns
+    -------
+    Source
+        Records by number, or blocks of records. Samples are read later, by ingest().
+
+    Raises
+    ------
+    ConfigError
+        `source` is not there or is not a source, its format is not clear, or an argument is wrong.
+    IngestError
+        Its files cannot be taken as a source.
     """
     if format not in list(SourceFormat):
         raise ConfigError(f"format {format!r} is not one of {', '.join(SourceFormat)}")

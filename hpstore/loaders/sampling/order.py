@@ -39,10 +39,26 @@ class Order(Protocol):
     """Indices are below this: the number of samples that the order chooses from."""
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """Samples at positions start .. stop - 1 of an epoch: int64[stop - start], the caller's.
+        """Samples at positions start .. stop - 1 of an epoch.
 
-        A function of the construction and the arguments alone. Raises ValueError unless
-        0 <= epoch and 0 <= start <= stop <= length.
+        A function of the construction and the arguments alone.
+
+        Parameters
+        ----------
+        epoch
+            0 <= epoch.
+        start, stop
+            0 <= start <= stop <= length.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 (stop - start,), each below `samples`. It is the caller's.
+
+        Raises
+        ------
+        ValueError
+            An epoch does not have these positions.
         """
         ...
 

@@ -64,15 +64,31 @@ def natural_log(values: Doubles) -> Doubles:
 
 
 class WeightedOrder:
-    """`num_samples` draws an epoch from len(weights) samples, each with its weight.
+    """Draws of an epoch from samples that have a weight each. An Order.
 
     With replacement every position is drawn by itself, by search in the running sum of weights
     (8 bytes a sample): seeking costs nothing. Without replacement samples are unique within an
     epoch, drawn one after another from what is left: the order of -ln(u) / weight (P. S.
     Efraimidis and P. G. Spirakis, "Weighted random sampling with a reservoir", 2006), a table of
-    8 bytes a draw that is made at the first use of an epoch (0.2 s for 1e6 weights). A weight of
-    0 is never drawn. Raises ConfigError for bad weights, and without replacement for more draws
-    than there are weights above 0.
+    8 bytes a draw that is made at the first use of an epoch (0.2 s for 1e6 weights).
+
+    Parameters
+    ----------
+    weights
+        One for each sample, (samples,): finite and not negative, one above 0, and those above 0
+        within a factor of 2**1000. They are copied. A weight of 0 is never drawn.
+    num_samples
+        Draws of an epoch.
+    seed
+        0 <= seed < 2**64. With the epoch and the position it determines each draw.
+    replacement
+        Whether a sample may be drawn more than once in an epoch.
+
+    Raises
+    ------
+    ConfigError
+        Weights, `num_samples` or the seed cannot be used, or, without replacement, there are more
+        draws than weights above 0.
     """
 
     def __init__(
@@ -94,7 +110,25 @@ class WeightedOrder:
         self._epochs: Recent[int, Indices] = Recent(EPOCHS_KEPT)
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """See Order."""
+        """Samples at positions start .. stop - 1 of an epoch. Thread-safe.
+
+        Parameters
+        ----------
+        epoch
+            0 <= epoch.
+        start, stop
+            0 <= start <= stop <= length.
+
+        Returns
+        -------
+        numpy.ndarray
+            int64 (stop - start,), each below `samples`. It is the caller's.
+
+        Raises
+        ------
+        ValueError
+            An epoch does not have these positions.
+        """
         check_range(self, epoch, start, stop)
         if start == stop:
             return np.empty(0, np.int64)

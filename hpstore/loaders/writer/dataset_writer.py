@@ -44,22 +44,47 @@ _log = logging.getLogger(__name__)
 
 
 class DatasetWriter(Closing):
-    """Writes one data set, or one part of it. Use it as a context manager; one thread at a time.
+    """Writes one dataset, or one part of it. Use it as a context manager; one thread at a time.
 
     close() publishes: before it nothing is visible, after it everything is, and durable. An
     exception in the block, or abandon(), publishes nothing and removes what was stored; what a
     killed process leaves is invisible and removed by `remove_orphans`. Memory: two shard buffers
     a stream.
 
-    `layout`: "rows" (large fields of a sample together), "columns" (each by itself) or "auto".
-    `shard_bytes`: payload of an object. `unit_bytes`: page, chosen from the records unless given.
-    Both are numbers or text such as "64MiB".
-    `compression`: "lz4", "zstd" or "blosc", page by page. `shuffle`: store the samples in an order
-    drawn from `seed`, kept with the data set (StoredData.written_as): close() then writes all of it
-    a second time. `part`: (i, n) for n writers of one data set, published by `publish_parts`.
-    `overwrite`: replace what is there. `metadata`: JSON.
+    Parameters
+    ----------
+    pool
+        An open pool. It stays the caller's.
+    name
+        Name of the dataset.
+    fields
+        Fields of a sample by name, in the order in which samples have them.
+    layout
+        "rows": large fields of a sample together. "columns": each by itself. Or "auto".
+    shard_bytes
+        Payload of an object: a number or text such as "64MiB".
+    unit_bytes
+        Bytes of a page, a number or text. Default: chosen from the records.
+    compression
+        "lz4", "zstd" or "blosc", page by page. None: none.
+    shuffle
+        Store the samples in an order drawn from `seed`, kept with the dataset
+        (StoredData.written_as). close() then writes all of it a second time.
+    seed
+        0 <= seed < 2**64.
+    part
+        (i, n) with 0 <= i < n, for n writers of one dataset, published by `publish_parts`.
+    overwrite
+        Replace what is there, in close().
+    metadata
+        JSON, recorded with the dataset.
 
-    Raises ConfigError, VersionConflict when the name is taken.
+    Raises
+    ------
+    ConfigError, InvalidKey
+        An argument is wrong, or no dataset can have this name. Nothing was written.
+    VersionConflict
+        The name is taken, and `overwrite` was not given. What is there is unchanged.
     """
 
     def __init__(
@@ -106,10 +131,26 @@ class DatasetWriter(Closing):
         return self._rows
 
     def write(self, sample: Mapping[str, object]) -> int:
-        """Append one sample; returns its index. Values are copied before the return.
+        """Append one sample. Nothing of it is visible before close().
 
-        Raises ConfigError naming the field when dtype, shape or the fields are wrong; nothing was
-        written then and the writer goes on.
+        After another error than those below the writer has failed: close() publishes nothing.
+
+        Parameters
+        ----------
+        sample
+            A value for each field: an array or a CPU tensor of the field's dtype and shape, bytes,
+            str or, for a field of one number, a number. Values are copied before the return.
+
+        Returns
+        -------
+        int
+            Index of the sample, in the order of writing.
+
+        Raises
+        ------
+        ConfigError
+            A dtype, a shape or the names of the fields are wrong; the message names the field.
+            Nothing was written and the writer goes on. Or the writer is closed or has failed.
         """
         self._usable()
         batch, ragged = checked_sample(self.fields, sample, f"sample {self._rows}")
@@ -117,10 +158,23 @@ class DatasetWriter(Closing):
         return self._rows - 1
 
     def write_batch(self, batch: Mapping[str, object]) -> range:
-        """Append samples; returns their indices. Values are copied before the return.
+        """Append samples. Nothing of them is visible before close().
 
-        Fixed fields: arrays (n, *shape), or lists of n values; ragged fields: lists of n values.
-        Raises ConfigError as write().
+        Parameters
+        ----------
+        batch
+            Values of n samples by field. Fixed fields: arrays (n, *shape), or lists of n values;
+            ragged fields: lists of n values. They are copied before the return.
+
+        Returns
+        -------
+        range
+            Indices of the samples, in the order of writing.
+
+        Raises
+        ------
+        ConfigError
+            As write() raises it, and for fields of different numbers of rows.
         """
         self._usable()
         where = f"batch at sample {self._rows}"

@@ -24,13 +24,22 @@ _TEXT = "UTO"  # text of fixed width, of any width, and objects, which zarr uses
 class ZarrDataset(torch.utils.data.Dataset[Sample]):
     """Samples along the first axis of zarr arrays; sample i is a dict of row i of each.
 
-    `arrays`: a group, whose arrays directly below it are taken, or arrays by name. `fields`: the
-    ones to read, all unless given. Numbers come as tensors, of text each row as a str. Reads go
-    through zarr, one selection of each array for a batch, so a chunk is read once a batch. The
-    length is that of now; arrays that grow later are opened again.
+    Numbers come as tensors, of text each row as a str. Reads go through zarr, one selection of each
+    array for a batch, so a chunk is read once a batch. The length is that of now; arrays that grow
+    later are opened again. Thread-safe; pickles when the arrays' store does.
 
-    Thread-safe; pickles when the arrays' store does. Raises ConfigError for arrays of different
-    lengths or of types that torch has not.
+    Parameters
+    ----------
+    arrays
+        A group, whose arrays directly below it are taken in the order of their names, or arrays by
+        name. They stay the caller's.
+    fields
+        Names of the arrays to read, all unless given. Each sample is a dict of them in that order.
+
+    Raises
+    ------
+    ConfigError
+        There is no such array, or none; arrays differ in length, or have a type that torch has not.
     """
 
     def __init__(

@@ -133,11 +133,29 @@ def _json(document: object) -> bytes:
 
 
 class DatasetStore(BlockingStore):
-    """What `zarr.open` reads a published data set from: a group, an array for each field.
+    """What `zarr.open` reads a published dataset from: a group, an array for each field.
 
-    Fields of fixed size only; ragged ones have no zarr form and are left out. Read-only. A data set
-    that is replaced or deleted meanwhile raises VersionConflict; a record that does not match its
-    checksum IntegrityError. `fingerprint`: the one that the data set must have (ConfigError).
+    Fields of fixed size only; ragged ones have no zarr form and are left out. Read-only.
+    Thread-safe. The dataset is opened at the first use, and errors of opening it are raised there.
+    A dataset that is replaced or deleted meanwhile raises VersionConflict; a record that does not
+    match its checksum IntegrityError.
+
+    Parameters
+    ----------
+    pool
+        An open pool, which stays the caller's; or a pool's name, or the path of its pool.toml: then
+        the pool is opened on first use, shared by the process, and closed at its end.
+    name
+        Name of the dataset.
+    read_only
+        It must be True.
+    fingerprint
+        The one that the dataset must have, else the first use raises ConfigError. Default: any.
+
+    Raises
+    ------
+    ConfigError
+        `read_only` is False, or there is no such pool.
     """
 
     supports_writes = False
@@ -203,7 +221,23 @@ class DatasetStore(BlockingStore):
         return self._opened.setdefault("it", (dataset, arrays))  # atomic: one wins
 
     def has(self, key: str) -> bool:
-        """Whether a key is of the group itself or of one of its arrays, there or not."""
+        """Whether a key is of the group itself or of one of its arrays. May block.
+
+        Parameters
+        ----------
+        key
+            Key below the dataset, there or not.
+
+        Returns
+        -------
+        bool
+            False for a key in a folder that is not an array's.
+
+        Raises
+        ------
+        ObjectNotFound, ConfigError
+            The dataset is not there, or has another fingerprint.
+        """
         name, below, _ = key.partition("/")
         return not below or name in self._view()[1]
 
