@@ -70,13 +70,23 @@ class PoolCheckpointIO(CheckpointIO):
     warnings): a marker of one line stands there for each. The pool alone is the truth: after the
     disk is lost, `trainer.fit(ckpt_path=io.latest())` and every path still work.
 
-    pool: a Pool, which stays the caller's, or the name or settings file of one, opened at the first
-    use and closed by close(). root: paths below it are named relative to it, so that a run may
-    move; others by their absolute path. One saving process per prefix. allow_pickle: save and load
-    objects of any other type as pickles, which run code when they are loaded: for a pool that you
-    trust, and for hyper-parameters that are neither plain values nor enums, dataclasses or paths.
-    files: torch.save writes each checkpoint to its path, too, in the place of the marker, while the
-    trainer waits: for code that opens the path itself (load_from_checkpoint, torch.load).
+    Parameters
+    ----------
+    pool
+        A Pool, which stays the caller's, or the name or settings file of one, opened at the first
+        use and closed by close(). Errors of opening it are raised there.
+    prefix
+        Key prefix of the checkpoints. One saving process per prefix.
+    root
+        Paths below it are named relative to it, so that a run may move; others by their absolute
+        path.
+    allow_pickle
+        Save and load objects of any other type as pickles, which run code when they are loaded: for
+        a pool that you trust, and for hyper-parameters that are neither plain values nor enums,
+        dataclasses or paths.
+    files
+        torch.save writes each checkpoint to its path, too, in the place of the marker, while the
+        trainer waits: for code that opens the path itself (load_from_checkpoint, torch.load).
     """
 
     def __init__(
@@ -160,8 +170,29 @@ class PoolCheckpointIO(CheckpointIO):
         return None if name is None else path_of(name, self.root)
 
     def file(self, path: PathLike) -> BinaryIO:
-        """A checkpoint as a file in memory, as torch.save writes it: for what takes open files
-        where it takes paths, such as `Model.load_from_checkpoint(io.file(path))`. Verified."""
+        """Load a checkpoint as a file in memory, as torch.save writes it.
+
+        It is for what takes open files where it takes paths, such as
+        `Model.load_from_checkpoint(io.file(path))`. Takes memory for the checkpoint twice.
+
+        Parameters
+        ----------
+        path
+            As the checkpoint was saved, or a link to it that Lightning made.
+
+        Returns
+        -------
+        BinaryIO
+            The whole file, verified, positioned at its start. It is the caller's.
+
+        Raises
+        ------
+        CheckpointError
+            There is no such checkpoint; the message names the newest. What went wrong in the save
+            before is raised, too.
+        IntegrityError, RedundancyError
+            It is damaged, or cannot be read now.
+        """
         written = io.BytesIO()
         torch.save(self.load_checkpoint(path), written)
         written.seek(0)

@@ -33,8 +33,12 @@ _MARK = ".hpstore-directory"  # an object that makes a directory exist while it 
 class PoolStorageConfig(StorageConfig):
     """`storage_config=PoolStorageConfig("pool.toml", "runs/gpt")` for a CheckpointManager.
 
-    pool: a Pool, or the name or settings file of one; it pickles, so async savers work. prefix:
-    where in the pool the paths begin.
+    Parameters
+    ----------
+    pool
+        A Pool, or the name or settings file of one; it pickles, so async savers work.
+    prefix
+        Key prefix where in the pool the paths begin.
     """
 
     pool: PoolLike
@@ -53,6 +57,21 @@ class PoolStorage(Storage):
     at the old path or all of it at the new one. Removing one hides it whole by one put, before its
     files go. Any number of processes may write files; renames and removals of directories are made
     by one process at a time (the package makes them on rank 0).
+
+    Parameters
+    ----------
+    pool
+        A Pool, which stays the caller's, or the name or settings file of one, which is opened now
+        and closed by close().
+    prefix
+        Key prefix where in the pool the paths begin.
+
+    Raises
+    ------
+    ConfigError
+        There is no such pool.
+    InvalidKey
+        No key can begin with `prefix`.
     """
 
     def __init__(self, pool: PoolLike, prefix: str) -> None:

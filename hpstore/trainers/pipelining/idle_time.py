@@ -81,8 +81,25 @@ class RankBubbles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BubbleReport:
-    """`theory`: mean idle share of the plan when a backward takes two forwards and all stages are
-    alike; `modelled`: with the mean times that were measured. None without a plan."""
+    """How much of their steps the ranks of a pipeline were idle: PipelineHooks.bubbles().
+
+    Attributes
+    ----------
+    steps
+        Steps since the last report.
+    step_seconds
+        Mean seconds of a step in the schedule, of the slowest rank of each step.
+    idle_share
+        Mean over the ranks, of 0 .. 1.
+    theory
+        Mean idle share of the plan when a backward takes two forwards and all stages are alike.
+        None without a plan.
+    modelled
+        Mean idle share of the plan with the mean times that were measured. None without a plan, and
+        where some of its work was not measured.
+    ranks
+        One for each rank, in their order.
+    """
 
     steps: int
     step_seconds: float

@@ -35,8 +35,11 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """All seconds are this rank's. `step` counts from 0; `losses` are those of the micro-batches,
-    detached, empty where the last stage is not."""
+    """What one step was like on this rank: PipelineHooks.step() returns it.
+
+    All seconds are this rank's. `step` counts from 0; `losses` are those of the micro-batches,
+    detached, empty where the last stage is not.
+    """
 
     step: int
     losses: tuple[torch.Tensor, ...]
