@@ -158,8 +158,25 @@ def publish_parts(
         raise VersionConflict(
             f"data set {name!r} exists; it is unchanged. overwrite=True replaces it."
         )
+    merged = _merged(pool, name, manifests, metadata)
+    publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
+    for part in waiting:
+        try:
+            _delete(pool, part_key(name, part))
+        except (HpstoreError, OSError) as error:  # harmless: its nonce is known as published
+            _log.warning("the note of part %s of data set %r stays: %s", part, name, error)
+    return dataset_info(pool, name, merged)
+
+
+def _merged(
+    pool: Pool,
+    name: str,
+    manifests: Sequence[DatasetManifest],
+    metadata: Mapping[str, object] | None,
+) -> DatasetManifest:
+    """One manifest of all parts."""
     first = manifests[0]
-    merged = DatasetManifest(
+    return DatasetManifest(
         fields=first.fields,
         layout=first.layout,
         data=first.data,
@@ -169,13 +186,6 @@ def publish_parts(
         parts=tuple(manifest.parts[0] for manifest in manifests),
         content=joined_content(pool, name, first, [m.parts[0] for m in manifests]),
     )
-    publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
-    for part in waiting:
-        try:
-            _delete(pool, part_key(name, part))
-        except (HpstoreError, OSError) as error:  # harmless: its nonce is known as published
-            _log.warning("the note of part %s of data set %r stays: %s", part, name, error)
-    return dataset_info(pool, name, merged)
 
 
 def publish(
