@@ -2,7 +2,7 @@
 
     HpstoreError                     exit 1
       ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
-        AlreadyClosed                exit 6   a pool, data set, reader or loader that was closed
+        AlreadyClosed                exit 6   a pool, dataset, reader or loader that was closed
         RegistersForeign             exit 7   the pool's registers are in another run directory
         PoolKeyError                 exit 9   pool.toml lacks the pool's key, or has another one
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
@@ -79,7 +79,7 @@ class ConfigError(HpstoreError, ValueError):
 
 
 class AlreadyClosed(ConfigError):
-    """What was asked for a pool, data set, reader or loader came after its close()."""
+    """What was asked for a pool, dataset, reader or loader came after its close()."""
 
     exit_code = 6
 

@@ -22,7 +22,7 @@ def on_terminal() -> bool:
 def agree(question: str, *, yes: bool, named: bool = False) -> None:
     """Return when the user means it; before anything is changed.
 
-    `question`: what will be gone, such as `delete data set train`. Raises ConfigError where no
+    `question`: what will be gone, such as `delete dataset train`. Raises ConfigError where no
     terminal can be asked, unless what goes was `named` one by one, as scripts do it; typer.Exit on
     any answer but yes.
     """

@@ -1,4 +1,4 @@
-"""Feeding training from a pool: data sets, how to write them, and the DataLoader."""
+"""Feeding training from a pool: datasets, how to write them, and the DataLoader."""
 
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.loaders, not {__name__}: see CONTRIBUTING.md")

@@ -1,4 +1,4 @@
-"""A drop-in DataLoader: native data sets are read by threads, others by torch's own machinery."""
+"""A drop-in DataLoader: native datasets are read by threads, others by torch's own machinery."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _log = logging.getLogger(__name__)
 
 # Any below: torch's own signature is untyped here
 class DataLoader(torch.utils.data.DataLoader[T_co]):
-    """torch's DataLoader with a state, made for hpstore's data sets; others work too.
+    """torch's DataLoader with a state, made for hpstore's datasets; others work too.
     Sharded over ranks it pads, for training; one for evaluation wants `tail="uneven"`.
 
     `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
     tensors, read by threads; `num_workers` counts them, and with a `multiprocessing_context` also
-    processes for your functions), or any torch data set (then torch's workers and collation).
+    processes for your functions), or any torch dataset (then torch's workers and collation).
     All of torch's arguments mean what they mean there, but that `seed`, not a generator, decides
     the order.
 
@@ -211,7 +211,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
 
     def follow_growth(self) -> None:
-        """Somebody else's data set may be longer than it was: its epochs are, then, too."""
+        """Somebody else's dataset may be longer than it was: its epochs are, then, too."""
         ours = self._native is None and isinstance(self.shuffle, bool | str | None)
         data: Any = self.dataset
         if ours and self.order is not None and len(data) != self.order.samples:
@@ -318,7 +318,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._ready = run
 
     def engine(self) -> AnyEngine:
-        """What makes the batches of a native data set in this process; made at first use."""
+        """What makes the batches of a native dataset in this process; made at first use."""
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
             self._engine = make_engine(
@@ -370,7 +370,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._stands.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """A few integers and fingerprints: JSON. Below 50 us whatever the data set."""
+        """A few integers and fingerprints: JSON. Below 50 us whatever the dataset."""
         if self._native is None and self.num_workers and not self.in_order:
             raise ConfigError(
                 "with in_order=False batches come as workers finish them: there is no position "
@@ -463,7 +463,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # of dropped ones, too
 
     def close(self) -> None:
-        """Stop all threads that read for it, and wait for them: its data set may then be closed.
+        """Stop all threads that read for it, and wait for them: its dataset may then be closed.
 
         Iterators under way then raise AlreadyClosed; another one starts threads again. Idempotent.
         """

@@ -267,7 +267,7 @@ def _make(store: PoolContext, key: str, move: ColumnMove, tally: _Tally, pace: W
 def _in_order(surveys: Mapping[str, Survey]) -> Sequence[str]:
     """Striped objects first: small ones cost as many syncs and give no space. Else an order that
     has nothing to do with the keys, always the same: a device that is new gets columns of all
-    kinds, not those of one data set."""
+    kinds, not those of one dataset."""
 
     def rank(key: str) -> tuple[bool, bytes]:
         return surveys[key].files[0].name.kind is not Kind.COLUMN, digest128(key.encode())

@@ -1,6 +1,6 @@
 """zarr arrays and groups in a pool: `PoolStore`, a store for zarr-python 3.
 
-A value is an object, `<prefix>/<key>`; a published data set shows as a group (zarr_views). What
+A value is an object, `<prefix>/<key>`; a published dataset shows as a group (zarr_views). What
 holds and what does not is in docs/zarr.md.
 """
 
@@ -42,7 +42,7 @@ class PoolStore(BlockingStore):
     fill values, means that no such object exists. A write that is cancelled ends first, as its
     value is read until then.
 
-    Under `data/<name>` of a published data set, the arrays of its fields are read instead of its
+    Under `data/<name>` of a published dataset, the arrays of its fields are read instead of its
     objects; writing or deleting there raises ConfigError. One that is replaced or deleted after it
     was opened raises VersionConflict, or ConfigError: make another store for the new one.
 
@@ -204,7 +204,7 @@ class PoolStore(BlockingStore):
         """Delete all below. Stopped half way, no array is left that reads as fill values.
 
         The documents that make arrays and groups go before the chunks. Raises, before anything is
-        deleted, TooFewDevices when values may be there unseen, ConfigError when a data set is.
+        deleted, TooFewDevices when values may be there unseen, ConfigError when a dataset is.
         """
 
         def delete() -> None:

@@ -1,4 +1,4 @@
-"""Views: what zarr is shown in place of objects that mean nothing to it, such as a data set's.
+"""Views: what zarr is shown in place of objects that mean nothing to it, such as a dataset's.
 
 A package above says by an entry point of the group `hpstore.zarr_views` that it has views: the name
 is the first component of the keys, what is loaded makes KeyViews. It is loaded for such keys only,

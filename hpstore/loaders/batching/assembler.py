@@ -1,4 +1,4 @@
-"""Batches of a native data set: records gathered or read into a slot, fields as tensors."""
+"""Batches of a native dataset: records gathered or read into a slot, fields as tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SlotLost(Exception):
 
 
 class Assembler:
-    """Makes batches of one data set. Thread-safe. `slabs`: by stream number, where there is one."""
+    """Makes batches of one dataset. Thread-safe. `slabs`: by stream number, where there is one."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Assembler:
         cached: ReadRows | None = None,
         direct: DirectAccess | None = None,
     ) -> None:
-        """`cached`: reads records in the place of the data set. `direct`: for what is in no slab,
+        """`cached`: reads records in the place of the dataset. `direct`: for what is in no slab,
         straight to a GPU where that works.
         """
         self._data, self._slots, self._slabs, self._cached = data, slots, slabs, cached

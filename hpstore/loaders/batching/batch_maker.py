@@ -1,4 +1,4 @@
-"""What makes the batches of a native data set: slots, slabs and who fills them, for one loader."""
+"""What makes the batches of a native dataset: slots, slabs and who fills them, for one loader."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class Session:
 class Engine(Closing):
     """Batches of `data` in `order`. start() and close() are for one thread.
 
-    Data sets that fit `cache_bytes` are kept in memory as they are read; with a window shuffle the
+    Datasets that fit `cache_bytes` are kept in memory as they are read; with a window shuffle the
     windows to come are, if the part of their samples that this loader uses (`share`) makes that
     cheaper than record by record; otherwise records are read as they are needed. `batch_rows`:
     samples of the largest batch. With a `cache` records are read through it.
@@ -180,7 +180,7 @@ class Engine(Closing):
             self.mode = "records"
 
     def _windows(self) -> WindowOrder | None:
-        """The windows of the order, when they are of this data set's stripes: pages of others would
+        """The windows of the order, when they are of this dataset's stripes: pages of others would
         be waited for that nobody loads."""
         windows = windows_of(self.order)
         if windows is None:

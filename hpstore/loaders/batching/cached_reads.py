@@ -1,4 +1,4 @@
-"""A cache between a loader and its data set: records through it, and the order that is to come."""
+"""A cache between a loader and its dataset: records through it, and the order that is to come."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SETTLE_SECONDS = 30.0  # for reads of a run that was left
 
 
 class CachedReads(Closing):
-    """Records of one data set through a cache, for one loader: one run after the other."""
+    """Records of one dataset through a cache, for one loader: one run after the other."""
 
     def __init__(self, cache: Cache, data: Dataset, *, batch_rows: int) -> None:
         self.data = data

@@ -1,4 +1,4 @@
-"""Several data sets as one, in fixed shares."""
+"""Several datasets as one, in fixed shares."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Mixture:
 
     @property
     def samples(self) -> int:
-        """Of all data sets; indices count through them laid end to end."""
+        """Of all datasets; indices count through them laid end to end."""
         return int(self._offsets[-1])
 
     def split(self, indices: Indices) -> Sources:
@@ -117,7 +117,7 @@ class Mixture:
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """Of the data sets, in their order."""
+        """Of the datasets, in their order."""
         return tuple(data.fingerprint for data in self.datasets)
 
     def order(self, shuffle: str, seed: int) -> MixtureOrder:
@@ -153,7 +153,7 @@ class Mixture:
 
 
 class MixedSession:
-    """As Session: each data set's share made by a session of its own, then put together."""
+    """As Session: each dataset's share made by a session of its own, then put together."""
 
     def __init__(
         self, mixture: Mixture, order: Order | None, counts: Counts, sessions: Sequence[Session]
@@ -166,7 +166,7 @@ class MixedSession:
             self.fields[mixture.source_field] = Field("int64")
 
     def make(self, piece: BatchPiece) -> tuple[Indices, Batch]:
-        """As Session.make; indices count through the data sets laid end to end."""
+        """As Session.make; indices count through the datasets laid end to end."""
         began = time.perf_counter()
         indices = piece.indices(self.order)
         made = self.batch(indices)
@@ -273,7 +273,7 @@ class MixedEngine(Closing):
 def _merged(count: int, parts: Sequence[tuple[Indices, BatchValue]]) -> BatchValue:
     """Values of all rows from those of some rows each."""
     if len(parts) == 1:
-        return parts[0][1]  # all are of one data set, in their order
+        return parts[0][1]  # all are of one dataset, in their order
     first = parts[0][1]
     if isinstance(first, torch.Tensor):
         out = torch.empty((count, *first.shape[1:]), dtype=first.dtype)
@@ -299,7 +299,7 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def fingerprints(data: Mixture | Dataset) -> tuple[str, ...]:
-    """Of all data sets in it."""
+    """Of all datasets in it."""
     return data.fingerprints if isinstance(data, Mixture) else (data.fingerprint,)
 
 

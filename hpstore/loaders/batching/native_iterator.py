@@ -1,4 +1,4 @@
-"""Iterating over a native data set, and the orders that its loaders use."""
+"""Iterating over a native dataset, and the orders that its loaders use."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ THREADS = {"records": 6, "cached": 4}
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """A hpstore data set or a mixture, and which samples are used: all, or those of a Subset."""
+    """A hpstore dataset or a mixture, and which samples are used: all, or those of a Subset."""
 
     data: Dataset | Mixture
     mapping: Indices | None
@@ -56,16 +56,16 @@ class Native:
         return self.samples if self.mapping is None else len(self.mapping)
 
     def share(self, slices: Slices | None) -> float:
-        """The part of the data set's samples that a rank reads in an epoch."""
+        """The part of the dataset's samples that a rank reads in an epoch."""
         world = 1 if slices is None else slices.world_size
         return len(self) / max(1, len(self.data)) / world
 
 
-# Any: whatever the user's data set is
+# Any: whatever the user's dataset is
 def native_of(dataset: Any) -> Native | None:
-    """The hpstore data set under torch's Subset and random_split; None when it is another.
+    """The hpstore dataset under torch's Subset and random_split; None when it is another.
 
-    Subclasses with samples of their own making are other data sets.
+    Subclasses with samples of their own making are other datasets.
     """
     mapping: Indices | None = None
     while type(dataset) is torch.utils.data.Subset:
@@ -271,7 +271,7 @@ def _depth(loader: Served, native: Native, threads: int, rows: int) -> int:
 
 
 def batch_bytes(data: Dataset | Mixture, rows: int) -> int:
-    """Memory for a batch of so many samples: a slot for each stream of a data set."""
+    """Memory for a batch of so many samples: a slot for each stream of a dataset."""
     if isinstance(data, Mixture):
         return max(1, int(stored_bytes(data) * rows))
     per_row = [int(s.payload_bytes.sum()) / max(1, len(data)) for s in data.streams]
@@ -373,7 +373,7 @@ def _batches(
 
 
 def _from_the_end(chosen: Any, count: int) -> Indices:
-    """A sampler's choice with negative indices as torch's map-style data sets take them."""
+    """A sampler's choice with negative indices as torch's map-style datasets take them."""
     found: Indices = np.asarray(chosen, np.int64)
     if not found.size or found.min() >= 0:
         return found

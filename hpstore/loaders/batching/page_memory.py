@@ -134,7 +134,7 @@ class PageMemory:
         """Read pages into their places; each can be used as soon as it is there.
 
         A page that cannot be read is noted: who needs it reads its records one by one, and gets the
-        error. That the data set or its pool was closed is no fault of a page: it ends this slab.
+        error. That the dataset or its pool was closed is no fault of a page: it ends this slab.
         """
         places = dict(places)
 

@@ -30,7 +30,7 @@ class RankSampler(DistributedSampler[Any]):
         self.epoch = 0
 
     def _look_again(self) -> Any:
-        """The loader, if it is still there; its data set may be longer than it was."""
+        """The loader, if it is still there; its dataset may be longer than it was."""
         loader = self._loader()
         if loader is not None and loader.order is not None and loader.shares is not None:
             loader.follow_growth()

@@ -1,4 +1,4 @@
-"""Other people's data sets: torch's own iterators, with our order and our state."""
+"""Other people's datasets: torch's own iterators, with our order and our state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
         self.asked: deque[BatchPiece] = deque()
 
     def renew(self, order: Order, shares: RankShares) -> None:
-        """The data set has another length now."""
+        """The dataset has another length now."""
         self._order, self._shares = order, shares
 
     def __iter__(self) -> Iterator[Any]:
@@ -63,7 +63,7 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
 
 
 def described(dataset: Any) -> str:
-    """What tells a data set of others from another one in a saved state.
+    """What tells a dataset of others from another one in a saved state.
 
     Kind and size; its `fingerprint`, where it has one; of a Subset also which samples.
     """
@@ -82,7 +82,7 @@ _READING = ("cache", "memory", "gpu")
 
 
 def refuse_ours(loader: Served, parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Raise ConfigError for arguments that would have no effect on a data set of others.
+    """Raise ConfigError for arguments that would have no effect on a dataset of others.
 
     `parameters` of the loader: their defaults mean that nothing was given.
     """
@@ -132,7 +132,7 @@ def begin(loader: Served, states: Mapping[str, Any], make: Callable[[], Any]) ->
 def reference(made: ForeignIterator) -> Callable[[], ForeignIterator | None]:
     """What the loader keeps of a loop: nothing that holds workers or a dropped iterator.
 
-    But where the data set is read here and has a state that is half of the iterator's, the state
+    But where the dataset is read here and has a state that is half of the iterator's, the state
     of a loop that was left by `break` needs both.
     """
     return (lambda: made) if has_state(made) else weakref.ref(made)
@@ -168,7 +168,7 @@ class ForeignIterator:
         self._length: int | None = None
         iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
         if not (iterable and loader.num_workers):  # each worker of theirs ends with a smaller batch
-            with contextlib.suppress(TypeError):  # an iterable data set that does not tell
+            with contextlib.suppress(TypeError):  # an iterable dataset that does not tell
                 self._length = len(loader)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,7 @@
-"""What a run on somebody else's data set has beside its position: seeds, states of random samplers
-and of data sets that have one.
+"""What a run on somebody else's dataset has beside its position: seeds, states of random samplers
+and of datasets that have one.
 
-A data set is Stateful as torchdata has it: state_dict() and load_state_dict(), its own or its
+A dataset is Stateful as torchdata has it: state_dict() and load_state_dict(), its own or its
 iterator's. Read in this process it goes on from its state; in worker processes, each of which has a
 copy, all is read again with the same seeds.
 """
@@ -81,7 +81,7 @@ class Companions:
             )
 
     def begin(self, loader: Served, epoch: int, position: int) -> dict[str, Any]:
-        """A loop begins; before torch's. Returns the states of the data set to go on from."""
+        """A loop begins; before torch's. Returns the states of the dataset to go on from."""
         loaded, self._loaded = self._loaded, {}
         saved = loaded.pop(SAMPLER, [])
         lent: list[tuple[Any, torch.Generator]] = []
@@ -169,13 +169,13 @@ def reads_again(loader: Served) -> bool:
 
 
 def put_back(dataset: Any, states: Mapping[str, Any]) -> None:
-    """A data set's state, before its iterator is made."""
+    """A dataset's state, before its iterator is made."""
     if states.get(DATASET) is not None and isinstance(dataset, Stateful):
         dataset.load_state_dict(copy.deepcopy(states[DATASET]))
 
 
 def put_back_iterator(found: Any, states: Mapping[str, Any]) -> bool:
-    """An iterator's state, in torch's new iterator; whether it or its data set goes on by it."""
+    """An iterator's state, in torch's new iterator; whether it or its dataset goes on by it."""
     fetcher = getattr(found, "_dataset_fetcher", None)
     saved, iterator = states.get(FETCHER), getattr(fetcher, "dataset_iter", None)
     if fetcher is None or iterator is None or not isinstance(saved, Mapping):

@@ -1,7 +1,7 @@
-"""States of a data set in torch's workers: sent with batches, kept by the loader, put back.
+"""States of a dataset in torch's workers: sent with batches, kept by the loader, put back.
 
-torch's iterator is unchanged. In its workers a Watch replaces the iterable data set, collate_fn
-and worker_init_fn; it calls the user's own, which see their own data set in get_worker_info().
+torch's iterator is unchanged. In its workers a Watch replaces the iterable dataset, collate_fn
+and worker_init_fn; it calls the user's own, which see their own dataset in get_worker_info().
 Names in the saved state are torchdata's.
 """
 
@@ -39,7 +39,7 @@ class Stateful(Protocol):
 # Any below: states and batches are the user's
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """A batch, and the state of its worker's data set behind it. Made in the worker."""
+    """A batch, and the state of its worker's dataset behind it. Made in the worker."""
 
     batch: Any
     state: dict[str, Any]
@@ -69,7 +69,7 @@ class _Followed:
 
 
 class Watch:
-    """In a worker: data set, collate_fn and worker_init_fn in one.
+    """In a worker: dataset, collate_fn and worker_init_fn in one.
 
     `states`: of each worker what it goes on from, or nothing. With every `every`-th of its batches
     a worker sends a state; `samples` are in one of its batches.
@@ -106,7 +106,7 @@ class Watch:
             set_random_state(drawn)
 
     def __iter__(self) -> Iterator[Any]:
-        """Of an iterable data set: its iterator, at the state that was loaded, once."""
+        """Of an iterable dataset: its iterator, at the state that was loaded, once."""
         found = self._from or {}
         if found.get(DATASET) is not None:
             self.dataset.load_state_dict(found[DATASET])
@@ -273,7 +273,7 @@ def required(found: Any) -> dict[str, Any]:
 
 
 def require_as_many(loader: Served, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError where an iterable data set would be divided among other workers."""
+    """Raise ConfigError where an iterable dataset would be divided among other workers."""
     iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
     if iterable and len(found[WORKERS]) != loader.num_workers:
         raise ConfigError(

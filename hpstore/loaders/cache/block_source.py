@@ -22,7 +22,7 @@ class MemoryLost(Exception):
 class BlockSource(Protocol):
     """Blocks 0 <= i < block_count that never change under one `identity`. Thread-safe.
 
-    `name` says what it is (data set and stream), `identity` which bytes it holds: fingerprint,
+    `name` says what it is (dataset and stream), `identity` which bytes it holds: fingerprint,
     stream, generation. Equal identities mean equal bytes in every process. `sizes`: bytes of
     each block, or of all.
     """

@@ -1,4 +1,4 @@
-"""Records of a data set in a pool, as blocks of a cache."""
+"""Records of a dataset in a pool, as blocks of a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS = 1 << 16  # looked up at a time
 class RecordSource:
     """Block i is record i of a stream. Reads the sizes of all records when they have many.
 
-    The fingerprint tells generations of a data set apart.
+    The fingerprint tells generations of a dataset apart.
     """
 
     def __init__(self, data: StoredData, stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""A data set in a pool as a torch map-style data set."""
+"""A dataset in a pool as a torch map-style dataset."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
 
 
 def read_manifest(pool: Pool, name: str) -> DatasetManifest:
-    """The manifest of a published data set. Raises ObjectNotFound, ConfigError, IntegrityError."""
+    """The manifest of a published dataset. Raises ObjectNotFound, ConfigError, IntegrityError."""
     key = manifest_key(check_dataset_name(name))
     try:
         data = pool.get(key)

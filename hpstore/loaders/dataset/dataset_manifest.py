@@ -1,4 +1,4 @@
-"""The record that makes a data set real. JSON with a digest; bytes in docs/format.md."""
+"""The record that makes a dataset real. JSON with a digest; bytes in docs/format.md."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FORMAT = 1
 KIND = "dataset"
 PART_KIND = "dataset-part"
 PREFIX = "data"
-MOST_STREAMS = 9999  # of a data set: fields of their own
+MOST_STREAMS = 9999  # of a dataset: fields of their own
 MOST_CUT_ROWS = 1 << 20  # of a column object: what a writer puts in each but the last
 MOST_RECORD_BYTES = 1 << 40
-ORDER = "order"  # the column of a data set that was shuffled on write
+ORDER = "order"  # the column of a dataset that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _RESERVED = ("journal", "manifest", "parts")
 _OBJECT = re.compile(
@@ -73,7 +73,7 @@ class StreamShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetPart:
-    """What one writer put. A data set is one part, or as many as wrote it."""
+    """What one writer put. A dataset is one part, or as many as wrote it."""
 
     nonce: str
     rows: int
@@ -108,7 +108,7 @@ class DatasetPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetManifest:
-    """A published data set, or one part of it that waits for the others (`part`)."""
+    """A published dataset, or one part of it that waits for the others (`part`)."""
 
     fields: Mapping[str, Field]
     layout: str
@@ -132,7 +132,7 @@ class DatasetManifest:
         return digest128(json.dumps(facts, sort_keys=True).encode()).hex()
 
     def schema(self) -> dict[str, Any]:
-        """What parts of one data set have in common: fields and layout."""
+        """What parts of one dataset have in common: fields and layout."""
         return {
             "fields": [[name, *made.to_json()] for name, made in self.fields.items()],
             "layout": self.layout,
@@ -188,7 +188,7 @@ class DatasetManifest:
 def _check_counts(
     fields: Mapping[str, Field], layout: str, data: int, parts: Sequence[DatasetPart]
 ) -> None:
-    """Raise ValueError or ConfigError for counts that no writer of data sets makes.
+    """Raise ValueError or ConfigError for counts that no writer of datasets makes.
 
     What is computed from them decides how much memory tables take and where is read: a manifest
     must agree with itself, and every count is bound to a list that it really holds.
@@ -247,7 +247,7 @@ def _part_of(raw: Any) -> tuple[int, int] | None:  # Any: JSON
 
 
 def _require_kind(data: bytes, where: str) -> None:
-    """Say what it is instead when it is no manifest of a data set."""
+    """Say what it is instead when it is no manifest of a dataset."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -298,7 +298,7 @@ class ContentDigest:
 
 
 def check_dataset_name(name: str) -> str:
-    """Return `name` if it can name a data set, else raise ConfigError or InvalidKey."""
+    """Return `name` if it can name a dataset, else raise ConfigError or InvalidKey."""
     if not isinstance(name, str):
         raise ConfigError(f"the name of a data set is a str, not a {type(name).__name__}")
     check_key(f"{PREFIX}/{name}/manifest")
@@ -360,13 +360,13 @@ def column_key(name: str, nonce: str, column: str, cut: int) -> str:
 
 
 def nonce_of(name: str, key: str) -> str | None:
-    """The nonce of the writer that put an object of this data set; None for other keys."""
+    """The nonce of the writer that put an object of this dataset; None for other keys."""
     rest = key.removeprefix(f"{PREFIX}/{name}/").split("/")
     return rest[0] if len(rest) > 1 and _NONCE.fullmatch(rest[0]) else None
 
 
 def dataset_of(key: str) -> str | None:
-    """The data set, published or not, that an object belongs to by the form of its key."""
+    """The dataset, published or not, that an object belongs to by the form of its key."""
     found = _OBJECT.fullmatch(key)
     return None if found is None else found[1]
 

@@ -1,4 +1,4 @@
-"""Fields of a data set: what one value of a sample is, and how it is checked and stored. Pure."""
+"""Fields of a dataset: what one value of a sample is, and how it is checked and stored. Pure."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Field:
 
 
 def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
-    """The fields of a new data set, in order. Raises ConfigError."""
+    """The fields of a new dataset, in order. Raises ConfigError."""
     if not isinstance(fields, Mapping):
         raise ConfigError(f"fields are a {type(fields).__name__}: give a dict of names and Fields")
     if not fields:

@@ -25,7 +25,7 @@ ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
 
 
 class Records(Protocol):
-    """A data set in a pool that reads records by their numbers; see StoredData."""
+    """A dataset in a pool that reads records by their numbers; see StoredData."""
 
     @property
     def pool(self) -> Pool: ...

@@ -1,4 +1,4 @@
-"""Publish parts as one data set; list, delete, clean up."""
+"""Publish parts as one dataset; list, delete, clean up."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _PART = re.compile(r"parts/(\d+)-of-(\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetInfo:
-    """Facts about a published data set; `problem` says why the others are empty."""
+    """Facts about a published dataset; `problem` says why the others are empty."""
 
     name: str
     rows: int = 0
@@ -191,7 +191,7 @@ def _merged(
 def publish(
     pool: Pool, name: str, key: str, manifest: DatasetManifest, *, version: str | None
 ) -> None:
-    """Put a manifest: the data set, or the part, is there. What it replaced is removed afterwards.
+    """Put a manifest: the dataset, or the part, is there. What it replaced is removed afterwards.
 
     `version`: of the manifest that it may replace; None: there must be none. Raises
     VersionConflict.
@@ -206,7 +206,7 @@ def publish(
 
 
 def _remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
-    """Remove the objects of these writers, but for what the data set or a written part names.
+    """Remove the objects of these writers, but for what the dataset or a written part names.
 
     A part's note may still be there after its objects were published: the note goes, they stay.
     """

@@ -98,7 +98,7 @@ class Record:
 
 
 def group_fields(fields: Mapping[str, Field], layout: str) -> tuple[FieldLayout, dict[str, Record]]:
-    """The streams of a data set by name: none when all fields are scalars. Raises ConfigError."""
+    """The streams of a dataset by name: none when all fields are scalars. Raises ConfigError."""
     large = {n: f for n, f in fields.items() if f.kind is not FieldKind.SCALAR}
     if layout not in ("auto", *FieldLayout):
         raise ConfigError(f"layout {layout!r}: choose auto, rows or columns")

@@ -1,4 +1,4 @@
-"""A data set in a pool, as arrays: where records lie, their checksums, scalars. No torch here."""
+"""A dataset in a pool, as arrays: where records lie, their checksums, scalars. No torch here."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ from hpstore.units import div_ceil
 
 
 class StoredData(Closing):
-    """The arrays of one data set or part. Thread-safe; survives a fork.
+    """The arrays of one dataset or part. Thread-safe; survives a fork.
 
     `wanted`: names of the fields that are used; streams without one of them are left out.
     """
@@ -283,7 +283,7 @@ class StoredData(Closing):
     def stripes(self) -> Int64s:
         """(S + 1): first sample of every stripe of the main stream in which one begins, ascending.
 
-        The last entry is len. The main stream is the data set's first, whichever fields are used:
+        The last entry is len. The main stream is the dataset's first, whichever fields are used:
         the order of samples does not depend on them. Scalars alone have blocks for stripes.
         """
         if self._main is not None:
@@ -302,7 +302,7 @@ class StoredData(Closing):
         """The numbers under which samples were written, in their part, before it was shuffled.
 
         Of an ingest: the number of the record in its source, or block << 32 | number in the block.
-        None when the data set was not shuffled on write.
+        None when the dataset was not shuffled on write.
         """
         if self.manifest.shuffle_seed is None:
             return None
@@ -320,7 +320,7 @@ class StoredData(Closing):
         """A shard, open for reading by the calling thread.
 
         It stays open until the thread has asked for many other ones; not to be closed.
-        Raises ObjectNotFound when the data set was replaced or deleted.
+        Raises ObjectNotFound when the dataset was replaced or deleted.
         """
         self._require_open()
         key = self.shard_key(stream, shard)

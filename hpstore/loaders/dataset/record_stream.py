@@ -1,4 +1,4 @@
-"""One stream of a published data set: its shards, its pages, where records lie. Pure arithmetic."""
+"""One stream of a published dataset: its shards, its pages, where records lie. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PageTable:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stream:
-    """One stream. `number` is its number in the data set; arrays are by shard."""
+    """One stream. `number` is its number in the dataset; arrays are by shard."""
 
     number: int
     name: str

@@ -1,4 +1,4 @@
-"""Whether the tables beside a data set's records fit its manifest, before they are followed.
+"""Whether the tables beside a dataset's records fit its manifest, before they are followed.
 
 Their hashes are those that the manifest names; who wrote the manifest may have written them, too.
 """

@@ -1,4 +1,4 @@
-"""Read all bytes of a data set and compare them with every checksum there is."""
+"""Read all bytes of a dataset and compare them with every checksum there is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning what others wrote into data sets: sources of samples, and `ingest`."""
+"""Turning what others wrote into datasets: sources of samples, and `ingest`."""
 
 from hpstore.loaders.ingestion.ingest_journal import unfinished_ingests
 from hpstore.loaders.ingestion.ingest_report import IngestProgress, IngestReport

@@ -1,4 +1,4 @@
-"""Fields of a data set from its first samples. Pure."""
+"""Fields of a dataset from its first samples. Pure."""
 
 from __future__ import annotations
 

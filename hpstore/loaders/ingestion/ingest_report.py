@@ -35,7 +35,7 @@ class IngestReport:
     skipped: tuple[Skipped, ...]
     ignored: int  # entries of the source that are no records
     resumed_samples: int  # that an earlier run had stored
-    fingerprint: str  # of the data set
+    fingerprint: str  # of the dataset
     seconds: float
 
     def as_dict(self) -> dict[str, object]:

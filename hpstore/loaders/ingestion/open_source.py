@@ -42,7 +42,7 @@ class SourceFormat(StrEnum):
 
 
 def open_source(
-    source: object,  # path, URL, pattern; arrays; data set; iterable
+    source: object,  # path, URL, pattern; arrays; dataset; iterable
     *,
     format: str = "auto",  # noqa: A002 (the word that users look for)
     names: Sequence[str] | None = None,
@@ -94,7 +94,7 @@ def open_source(
     return _from_object(source, names)
 
 
-def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: duck-typed data sets
+def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: duck-typed datasets
     if isinstance(source, Mapping):
         raise ConfigError("a dict is a source when all its values are numpy arrays")
     streams = isinstance(source, IterableDataset)  # which has an unusable __getitem__

@@ -1,4 +1,4 @@
-"""A data set in parts of about one shard, each kept by the journal as soon as it is stored."""
+"""A dataset in parts of about one shard, each kept by the journal as soon as it is stored."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FILL = 0.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The data set to be: options as those of DatasetWriter. `seed` is None when not shuffled."""
+    """The dataset to be: options as those of DatasetWriter. `seed` is None when not shuffled."""
 
     pool: Pool
     name: str
@@ -200,7 +200,7 @@ class PartsWriter:
             finishing.result()
 
     def publish(self) -> DatasetManifest:
-        """Finish the last part, and make all of them the data set. Durable on return."""
+        """Finish the last part, and make all of them the dataset. Durable on return."""
         self._settle()
         if self._current().rows or not self.progressed.parts:
             self._turn()
@@ -264,7 +264,7 @@ def is_published(pool: Pool, name: str, found: Progressed) -> bool:
 
 
 def _published(pool: Pool, name: str) -> set[str]:
-    """Nonces that the data set of this name consists of."""
+    """Nonces that the dataset of this name consists of."""
     try:
         return {part.nonce for part in read_manifest(pool, name).parts}
     except ObjectNotFound:

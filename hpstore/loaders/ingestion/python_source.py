@@ -95,7 +95,7 @@ class Iterables(BlockwiseSource):
 
 
 def as_sample(value: object, names: Sequence[str] | None) -> Sample:
-    """A dict of what a data set yields: tuples by `names` or their places. Raises ConfigError."""
+    """A dict of what a dataset yields: tuples by `names` or their places. Raises ConfigError."""
     if isinstance(value, Mapping):
         return {str(name): part for name, part in value.items()}
     parts = value if isinstance(value, tuple | list) else (value,)

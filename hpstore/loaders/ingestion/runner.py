@@ -1,4 +1,4 @@
-"""Turn a source into a data set: in parts that survive a kill, published all at once."""
+"""Turn a source into a dataset: in parts that survive a kill, published all at once."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def ingest(
     metadata: Mapping[str, object] | None = None,
     progress: IngestCallback | None = None,
 ) -> IngestReport:
-    """Write the samples of `source` as data set `name`; visible when all of it is there.
+    """Write the samples of `source` as dataset `name`; visible when all of it is there.
 
     `source`: see open_source. `fields`: what to take of a sample, by name or with their types; by
     default all. Types come from the source's schema or its first samples. `shuffle`: a permutation
     by `seed` where records can be read by number, else blocks permuted and mixed in windows of
-    `window_bytes`; the data set records which, and the origin of every sample. `workers`: files or
+    `window_bytes`; the dataset records which, and the origin of every sample. `workers`: files or
     records read at a time (threads). Sizes are numbers or text such as "64MiB".
 
     A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`

@@ -47,7 +47,7 @@ class Source(ABC):
 
     @property
     def metadata(self) -> dict[str, object]:
-        """What the data set should know of its source, such as names of classes."""
+        """What the dataset should know of its source, such as names of classes."""
         return {}
 
     @property

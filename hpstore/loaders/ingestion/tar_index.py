@@ -53,7 +53,7 @@ def members(tar: TarHeaders) -> Iterator[tuple[SampleFile | None, TarMember]]:
 
 
 def too_many_endings(ending: str) -> IngestError:
-    """The error of tars whose files have more endings than any data set has fields."""
+    """The error of tars whose files have more endings than any dataset has fields."""
     return IngestError(
         f"the files have more than {MOST_ENDINGS} different endings, such as .{ending}: all behind "
         "the first dot of a name is its ending, so that a.001.jpg and a.002.jpg are one sample. "

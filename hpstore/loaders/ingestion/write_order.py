@@ -58,7 +58,7 @@ class NumberedRecords:
         self._order: Order = SequentialOrder(length) if seed is None else GlobalOrder(length, seed)
 
     def describe(self) -> dict[str, object]:
-        """How samples were mixed, as the data set records it."""
+        """How samples were mixed, as the dataset records it."""
         return self._order.describe()
 
     def read(self, place: IngestPosition) -> Generator[Placed, None, None]:
@@ -86,7 +86,7 @@ class BlockRecords:
         )
 
     def describe(self) -> dict[str, object]:
-        """How samples were mixed, as the data set records it."""
+        """How samples were mixed, as the dataset records it."""
         if self._seed is None:
             return {"kind": "sequential"}
         return {

@@ -1,6 +1,6 @@
 """What a loader saves: a few integers and what they refer to. Pure.
 
-The size does not depend on the data set, nor on ranks, workers and read-ahead: batches handed to
+The size does not depend on the dataset, nor on ranks, workers and read-ahead: batches handed to
 the user are counted, as samples of the whole job.
 """
 
@@ -18,7 +18,7 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """Position of a run. `fingerprints` are those of the data sets, in the order of the sources.
+    """Position of a run. `fingerprints` are those of the datasets, in the order of the sources.
 
     `samples` counts the positions of the epoch that all ranks together have handed out. After
     the last batch of an epoch it is 0 and `epoch` is one more; `at_end` as long as the loop over

@@ -1,4 +1,4 @@
-"""Several data sets in one order, in fixed shares. Pure.
+"""Several datasets in one order, in fixed shares. Pure.
 
 An epoch is cut into mix blocks. After any number of blocks each source has had its exact share
 rounded up or down (largest remainders), so that every block and the long run keep the weights;

@@ -161,10 +161,10 @@ class GlobalOrder:
 
 
 class SubsetOrder:
-    """An order over some samples of a data set: torch's Subset and random_split.
+    """An order over some samples of a dataset: torch's Subset and random_split.
 
-    `order` runs over 0 .. len(mapping) - 1, `mapping` int64[n] gives the sample of the data set
-    (n times 8 bytes, kept, not copied; not to be changed). `samples` is the data set's size.
+    `order` runs over 0 .. len(mapping) - 1, `mapping` int64[n] gives the sample of the dataset
+    (n times 8 bytes, kept, not copied; not to be changed). `samples` is the dataset's size.
     `inner`: that order; a position of it is the same position here.
     """
 

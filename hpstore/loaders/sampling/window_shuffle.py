@@ -79,7 +79,7 @@ def window_edges(stripe_count: int, *, window_stripes: int, first: int) -> Indic
 def design_effect(*, batch: int, window_stripes: int, stripe_samples: int) -> float:
     """How many times the variance of a class's share in a batch is that of a global shuffle.
 
-    For the worst data set: each stripe holds one class only. 1 + (batch - 1) rho, where rho =
+    For the worst dataset: each stripe holds one class only. 1 + (batch - 1) rho, where rho =
     (stripe_samples - 1) / (window samples - 1) is the chance that two samples of a batch come
     from one stripe (L. Kish, "Survey Sampling", 1965). About 1 + batch / window_stripes; 1 for
     data that were shuffled on writing.

@@ -1,4 +1,4 @@
-"""Write a data set: samples into shards, visible all at once when the writer closes."""
+"""Write a dataset: samples into shards, visible all at once when the writer closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stream and one column of a data set while they are written."""
+"""One stream and one column of a dataset while they are written."""
 
 from __future__ import annotations
 

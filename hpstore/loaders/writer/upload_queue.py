@@ -1,4 +1,4 @@
-"""Objects of a data set on their way to the pool, one at a time behind the writer's back."""
+"""Objects of a dataset on their way to the pool, one at a time behind the writer's back."""
 
 from __future__ import annotations
 

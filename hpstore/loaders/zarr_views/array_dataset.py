@@ -1,4 +1,4 @@
-"""Plain zarr arrays, written by anybody, as a torch map-style data set."""
+"""Plain zarr arrays, written by anybody, as a torch map-style dataset."""
 
 from __future__ import annotations
 

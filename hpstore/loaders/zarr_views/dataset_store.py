@@ -1,4 +1,4 @@
-"""A data set as zarr sees it: a group with an array for each field of fixed size. Read-only.
+"""A dataset as zarr sees it: a group with an array for each field of fixed size. Read-only.
 
 The arrays are made up as they are read: samples of any layout, page size, compression and number of
 parts become dense chunks of one shape, each row checked against its checksum on the way.
@@ -176,14 +176,14 @@ class DatasetStore(BlockingStore):
         self._opened: dict[str, tuple[Dataset, dict[str, ArrayView]]] = {}
 
     def with_read_only(self, read_only: bool = False) -> DatasetStore:
-        """The same data set; never writable (ConfigError)."""
+        """The same dataset; never writable (ConfigError)."""
         if not read_only:
             raise ConfigError(f"{self} is read-only: data sets are written by DatasetWriter")
         return DatasetStore(self._own or self._config.path, self.name, fingerprint=self.fingerprint)
 
     @property
     def fingerprint(self) -> str:
-        """Of the data set, which is opened for it."""
+        """Of the dataset, which is opened for it."""
         return self._view()[0].fingerprint
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -193,7 +193,7 @@ class DatasetStore(BlockingStore):
         return f"hpstore://{self._config.name}/{PREFIX}/{self.name}"
 
     def close(self) -> None:
-        """Close the data set; the next use opens it again."""
+        """Close the dataset; the next use opens it again."""
         super().close()
         for dataset, _ in [self._opened.pop(key) for key in list(self._opened)]:
             dataset.close()
@@ -202,7 +202,7 @@ class DatasetStore(BlockingStore):
         self._view()
 
     def _view(self) -> tuple[Dataset, dict[str, ArrayView]]:
-        """The data set, opened by the first who asks, and its arrays."""
+        """The dataset, opened by the first who asks, and its arrays."""
         found = self._opened.get("it")
         if found is not None:
             return found

@@ -1,4 +1,4 @@
-"""Which keys of a pool lie in a data set: PoolStore shows the data set there, and changes nothing.
+"""Which keys of a pool lie in a dataset: PoolStore shows the dataset there, and changes nothing.
 
 Found through the entry point `data` of the group `hpstore.zarr_views`.
 """
@@ -22,11 +22,11 @@ from hpstore.pool.pool import Pool
 
 _CHUNK = re.compile(r"/c((?:/\d+)*)\Z")  # of a zarr v3 array, below the array's name
 _OLD_CHUNK = re.compile(r"/\d+(\.\d+)*\Z")  # of a v2 one
-_REMEMBERED = 4096  # names of no data set; each costs a look-up when it is forgotten
+_REMEMBERED = 4096  # names of no dataset; each costs a look-up when it is forgotten
 
 
 def names_within(key: str) -> Iterator[str]:
-    """Names of the data sets that this key may lie in, shortest first. Pure.
+    """Names of the datasets that this key may lie in, shortest first. Pure.
 
     A key ends in a value's name, which is no part of them. Nor are the numbers of a chunk: there
     would be a look-up for each chunk.
@@ -43,19 +43,19 @@ def names_within(key: str) -> Iterator[str]:
 
 
 def is_chunk(key: str) -> bool:
-    """Whether a key has the form of an array's chunk, and not of a data set's object. Pure."""
+    """Whether a key has the form of an array's chunk, and not of a dataset's object. Pure."""
     found = _CHUNK.search(key) or _OLD_CHUNK.search(key)
     return found is not None and dataset_of(key) is None
 
 
 class DatasetViews(KeyViews):
-    """The data sets of a pool as a zarr store over it shows them. Thread-safe; survives a fork.
+    """The datasets of a pool as a zarr store over it shows them. Thread-safe; survives a fork.
 
-    A data set is there when its manifest is. That is looked up for each value, but for chunks only
-    the first time: their array was opened before. A plain array that is open when a data set of its
-    name is published goes on so, in objects that are none of the data set's.
+    A dataset is there when its manifest is. That is looked up for each value, but for chunks only
+    the first time: their array was opened before. A plain array that is open when a dataset of its
+    name is published goes on so, in objects that are none of the dataset's.
 
-    `seen`: fingerprints of data sets that a copied store had open; no others are shown.
+    `seen`: fingerprints of datasets that a copied store had open; no others are shown.
     """
 
     def __init__(self, pool: Pool, seen: Mapping[str, str]) -> None:
@@ -67,7 +67,7 @@ class DatasetViews(KeyViews):
     # --- reading ----------------------------------------------------------------------------
 
     def find(self, key: str) -> Shown | None:
-        """The data set that a key lies in.
+        """The dataset that a key lies in.
 
         Names may lie under one another (`a`, `a/b`): what is no field of the outer one may be in
         the inner one.
@@ -85,7 +85,7 @@ class DatasetViews(KeyViews):
         return outer
 
     def show(self, prefix: str, keys: Sequence[str]) -> list[str]:
-        """Plain objects, and of each data set what its view lists; of inner ones nothing."""
+        """Plain objects, and of each dataset what its view lists; of inner ones nothing."""
         stores: dict[str, DatasetStore] = {}
         for name in _named(keys):  # an outer one before those within it
             store = None
@@ -100,7 +100,7 @@ class DatasetViews(KeyViews):
         return shown
 
     def _view(self, name: str, *, remembered: bool) -> DatasetStore | None:
-        """The view of a data set; None when there is none of this name."""
+        """The view of a dataset; None when there is none of this name."""
         store = self._open.get(name)
         if store is not None:
             return store
@@ -118,7 +118,7 @@ class DatasetViews(KeyViews):
         return kept
 
     def _published(self, name: str, *, remembered: bool) -> bool:
-        """Whether there is such a data set. Raises when that is unclear.
+        """Whether there is such a dataset. Raises when that is unclear.
 
         `remembered`: what was found before may do.
         """
@@ -146,14 +146,14 @@ class DatasetViews(KeyViews):
     # --- writing ----------------------------------------------------------------------------
 
     def check_write(self, key: str) -> None:
-        """Raise ConfigError for a key that lies in a data set, or belongs to one to be."""
+        """Raise ConfigError for a key that lies in a dataset, or belongs to one to be."""
         remembered = is_chunk(key)
         for name in names_within(key):
             self._refuse(name, f"{key!r} lies in", remembered=remembered)
         self._refuse_unpublished(key)
 
     def check_delete(self, folder: str, keys: Sequence[str]) -> None:
-        """Raise ConfigError if `folder` lies in a data set, or one is below."""
+        """Raise ConfigError if `folder` lies in a dataset, or one is below."""
         for name in names_within(folder):
             self._refuse(name, f"{folder!r} lies in", remembered=False)
         for name in _named(keys):
@@ -162,7 +162,7 @@ class DatasetViews(KeyViews):
             self._refuse_unpublished(key)
 
     def _refuse(self, name: str, where: str, *, remembered: bool) -> None:
-        """Raise ConfigError if there is such a data set, or was when this store opened it."""
+        """Raise ConfigError if there is such a dataset, or was when this store opened it."""
         known = name in self._seen
         if self._published(name, remembered=remembered and not known):
             raise ConfigError(
@@ -177,7 +177,7 @@ class DatasetViews(KeyViews):
             )
 
     def _refuse_unpublished(self, key: str) -> None:
-        """Raise ConfigError for an object of a data set that is being written."""
+        """Raise ConfigError for an object of a dataset that is being written."""
         name = dataset_of(key)
         if name is not None and key != manifest_key(name):
             raise ConfigError(
@@ -192,11 +192,11 @@ class DatasetViews(KeyViews):
     # --- life -------------------------------------------------------------------------------
 
     def seen(self) -> Mapping[str, str]:
-        """Fingerprints of the data sets that were opened."""
+        """Fingerprints of the datasets that were opened."""
         return dict(self._seen)
 
     def close(self) -> None:
-        """Close all data sets; the next use opens them again, and takes no others."""
+        """Close all datasets; the next use opens them again, and takes no others."""
         for store in list(self._open.values()):
             store.close()
 

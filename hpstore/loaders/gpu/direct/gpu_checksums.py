@@ -49,7 +49,7 @@ class Blocks:
     """Ranges of one arena with what their checksums must be; arrays of one length.
 
     `starts` int64 byte offsets, multiples of 8; `lengths` int64, multiples of 1 KiB up to 64 MiB
-    (records of a data set are checked like blocks of a column, with seed 0); `seeds` and
+    (records of a dataset are checked like blocks of a column, with seed 0); `seeds` and
     `expected` uint64.
     """
 
