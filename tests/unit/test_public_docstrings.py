@@ -149,7 +149,7 @@ def test_the_list_of_what_has_none_only_shrinks(entry: str) -> None:
     assert any(place == entry or place.startswith(f"{entry}.") for place in undescribed())
 
 
-@pytest.mark.parametrize("name", [*PROTOCOLS, *RESULTS])
+@pytest.mark.parametrize("name", sorted({*PROTOCOLS, *RESULTS}))
 def test_what_is_exempt_is_exported(name: str) -> None:
     kind = dict(public_names())[name]
     assert all(hasattr(kind, method) for method in PROTOCOLS.get(name, ("", ()))[1])
