@@ -230,8 +230,7 @@ class NamedCheckpoints(Closing):
         return [named for named in found if named is not None]
 
     def names(self) -> list[str]:
-        """Names of durable checkpoints, oldest save first. Waits as latest() does."""
-        self._await_pending()
+        """Names of durable checkpoints, oldest save first. Waits for nothing under way."""
         return [named.name for named in sorted(self._named(), key=lambda named: named.number)]
 
     def latest(self) -> str | None:
