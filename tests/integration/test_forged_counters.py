@@ -12,7 +12,10 @@ from hpstore.format.keys import MAX_COUNTER
 from hpstore.format.pool_key import Use
 from hpstore.format.records import NEWEST_FORMAT, POOL_FILE, seal
 from hpstore.testing.memory_pool import Harness
+from tests.integration import test_forged_files
 from tests.integration.test_forged_files import BIG, SMALL, all_is_well, content
+
+made = test_forged_files.made  # the fixture
 
 
 @pytest.mark.parametrize("name", [HORIZON, MARK])
