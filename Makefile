@@ -29,7 +29,7 @@ check: $(READY)
 
 # everything in tests/fault; as root it breaks real devices, and writes build/faults.md
 test-fault: $(READY)
-	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest tests/fault
+	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/fault
 
 # SIGKILL of trainer, agent, rebuild, scrub and ingest, so often (docs/faults.md)
 kill-loop: $(READY)
