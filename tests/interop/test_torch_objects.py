@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import torch_load, torch_save
-from hpstore.errors import ConfigError, IntegrityError
+from hpstore.errors import ConfigError, IntegrityError, MalformedFile
+from hpstore.format import untrusted_bytes
+from hpstore.units import MIB
 
 
 @pytest.fixture
@@ -92,7 +96,7 @@ def test_what_is_no_such_file_is_an_error_of_its_own(url: str, tmp_path: Path) -
         whole = pool.get("last.pth")
         for bad in (b"", b"PK\x03\x04 no", whole[: len(whole) // 2], bytes(5000)):
             pool.put("bad.pth", bad)
-            with pytest.raises(IntegrityError, match=r"bad\.pth: torch\.load cannot read it"):
+            with pytest.raises(IntegrityError, match=r"bad\.pth is not a torch\.save file"):
                 torch_load(f"{url}/bad.pth")
     torch_save(Path("x"), f"{url}/object.pth")
     with pytest.raises(IntegrityError, match=r"(?i)weights"):
@@ -101,3 +105,31 @@ def test_what_is_no_such_file_is_an_error_of_its_own(url: str, tmp_path: Path) -
     for wrong in ("last.pth", "/tmp/last.pth", "s3://bucket/key", "hpstore://", None):
         with pytest.raises(ConfigError, match="no URL of an object"):
             torch_save({}, wrong)  # type: ignore[arg-type]
+
+
+def test_a_file_that_would_take_far_more_memory_is_refused(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch inflates members whole: 4 KiB of an enemy would become whatever they say."""
+    monkeypatch.setattr(untrusted_bytes, "_INFLATED_BYTES", MIB)
+    bomb = io.BytesIO()
+    with zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(8 * MIB))
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        pool.put("bomb.pth", bomb.getvalue())
+    with pytest.raises(MalformedFile, match=r"bomb\.pth would take 8388608 bytes of memory"):
+        torch_load(f"{url}/bomb.pth")
+    broken = bytearray(whole_file(url, tmp_path))
+    broken[100:140] = bytes(40)  # the archive's list of members is sound
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        pool.put("broken.pth", bytes(broken))
+    with pytest.raises(IntegrityError, match=r"broken\.pth: torch\.load cannot read it"):
+        torch_load(f"{url}/broken.pth")
+
+
+def whole_file(url: str, directory: Path) -> bytes:
+    """The bytes of a state that was saved."""
+    torch_save(state(), f"{url}/last.pth")
+    with hpstore.open(directory / "pool.toml") as pool:
+        found: bytes = pool.get("last.pth")
+    return found

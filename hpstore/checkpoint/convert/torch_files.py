@@ -6,6 +6,7 @@ filled afterwards, and the ZIP's CRCs, which other readers check, are put right.
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 import zlib
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hpstore.errors import CheckpointError, MalformedFile
+from hpstore.errors import CheckpointError, HpstoreError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED, brief, most_inflated
 from hpstore.units import MIB
 
@@ -112,7 +113,8 @@ def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
     except zipfile.BadZipFile as error:
         raise MalformedFile(f"{path} is not a torch.save file: {error}") from error
     if mapped and not allow_pickle:
-        _require_bounded(path)
+        with open(path, "rb") as file:
+            require_bounded(file, str(path))
     try:
         if mapped or allow_pickle:
             return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
@@ -132,17 +134,22 @@ def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
         ) from error
 
 
-def _require_bounded(path: Path) -> None:
+def require_bounded(file: BinaryIO, where: str) -> None:
     """Raise MalformedFile for a ZIP that would take far more memory than it has bytes: torch
-    inflates members whole, and writes none that are compressed."""
+    inflates members whole, and writes none that are compressed. The file is at its beginning
+    afterwards."""
+    size = file.seek(0, io.SEEK_END)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             total = sum(member.file_size for member in archive.infolist())
+    except HpstoreError:
+        raise
     except (zipfile.BadZipFile, OSError, *MALFORMED) as error:
-        raise MalformedFile(f"{path} is not a torch.save file: {brief(error)}") from error
-    most = most_inflated(path.stat().st_size)
+        raise MalformedFile(f"{where} is not a torch.save file: {brief(error)}") from error
+    most = most_inflated(size)
     if total > most:
-        raise MalformedFile(f"{path} would take {total} bytes of memory; at most {most} are read")
+        raise MalformedFile(f"{where} would take {total} bytes of memory; at most {most} are read")
+    file.seek(0)
 
 
 def _read_old_file(path: Path) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from hpstore.checkpoint.convert.torch_files import require_bounded
 from hpstore.errors import ConfigError, HpstoreError, IntegrityError
 from hpstore.format.untrusted_bytes import brief
 from hpstore.interop.filesystem import PoolFileSystem
@@ -49,7 +50,9 @@ def torch_load(
 ) -> Any:
     """torch.load(path) where the path is an object of a pool, such as torch_save() has put.
 
-    Every byte is verified, and decoded from parity where devices are lost.
+    Every byte is verified, and decoded from parity where devices are lost. Files of torch before
+    1.6, which are no ZIP archives, are refused, and those that would take far more memory than
+    they have bytes.
 
     Parameters
     ----------
@@ -67,11 +70,12 @@ def torch_load(
     FileNotFoundError
         There is no such object.
     IntegrityError
-        torch.load cannot read it, for what the message says.
+        torch.load cannot read it, for what the message says (MalformedFile is one).
     TooManyErasures
         It cannot be read now.
     """
     with PoolFileSystem().open(_checked(url), "rb") as stream:
+        require_bounded(stream, url)
         try:
             return torch.load(
                 stream, map_location=map_location, weights_only=weights_only, **options

@@ -18,7 +18,7 @@ from hpstore.errors import IntegrityError
 
 
 class TensorTarget(Protocol):
-    """Takes the bytes of one stored range, in order, beginning anew when they come again."""
+    """Takes the bytes of one stored range, in order; when they come again, from the first."""
 
     def take(self, at: int, data: Bytes) -> None:
         """Bytes at `at` of the range; good until the return."""
