@@ -10,6 +10,7 @@ import ast
 import lzma
 import math
 import re
+import sys
 import warnings
 import zipfile
 import zlib
@@ -77,6 +78,17 @@ def npz_arrays(path: Path) -> dict[str, Array]:
         raise MalformedFile(f"{path} cannot be read as .npz: {brief(error)}") from error
 
 
+def require_characters(flat: Array) -> None:
+    """Raise ValueError where a contiguous array (n,) of text, or a field of it, holds numbers that
+    are no characters: numpy itself takes them, and raises SystemError when they are looked at."""
+    for name in flat.dtype.names or ():
+        require_characters(np.ascontiguousarray(flat[name]).reshape(-1))
+    if flat.dtype.kind == "U" and flat.nbytes:
+        codes = flat.view(np.dtype(np.uint32).newbyteorder(flat.dtype.byteorder))
+        if codes.max() > sys.maxunicode:
+            raise ValueError(f"the text has {int(codes.max()):#x}, which is no character")
+
+
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
     with archive.open(member) as file:
         header = _read_header(file)
@@ -86,6 +98,7 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:
         if len(data) != header.data_bytes or file.read(1):
             raise ValueError(f"{member.filename!r} is cut short, or longer than it says")
     flat = np.frombuffer(bytearray(data), header.dtype) if data else np.empty(0, header.dtype)
+    require_characters(flat)
     return flat.reshape(header.shape, order="F" if header.fortran else "C")
 
 

@@ -20,6 +20,7 @@ import pytest
 
 from hpstore.config import load_config
 from hpstore.errors import ConfigError, IngestError, IntegrityError, MalformedFile
+from hpstore.format.numpy_files import npz_arrays
 from hpstore.loaders.cache.messages import TURNS, address, listen
 from hpstore.loaders.ingestion import open_source
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
@@ -132,8 +133,8 @@ def test_streams_of_xz_follow_one_another(tmp_path: Path) -> None:
     assert items_of(webdataset(tmp_path / "s.tar.xz"))[-1].problem
 
 
-def npy(shape: str) -> bytes:
-    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+def npy(shape: str, descr: str = "'<f8'") -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
 
 
@@ -164,6 +165,17 @@ def test_an_npz_that_is_inflated_is_bounded(tmp_path: Path) -> None:
             out.write(bytes(1 << 24))
     with bounded(), pytest.raises(MalformedFile, match=r"Save them as \.npy"):
         numpy_files(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("descr", ["'<U1'", "'>U1'", "[('a', '<i4'), ('b', '<U1', (1,))]"])
+def test_text_of_an_npz_is_made_of_characters(tmp_path: Path, descr: str) -> None:
+    """0x7f000001 is no character: numpy took it, and raised SystemError when it was looked at
+    (found by the fuzzing of what a cache has learned)."""
+    codes = {">": b"\x7f\0\0\1"}.get(descr[1], b"\1\0\0\x7f")
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", npy("(1,)", descr) + codes * (2 if "i4" in descr else 1))
+    with pytest.raises(MalformedFile, match="which is no character"):
+        npz_arrays(tmp_path / "a.npz")
 
 
 def arrow(column: list[object], kind: pa.DataType, old: list[int], new: list[int]) -> bytes:

@@ -330,6 +330,10 @@ def test_a_field_that_was_added_since_gets_its_default() -> None:
         decode_tree({**tree, "v": [*tree["v"], ["gone", 1]]}, nothing)
 
 
+# numpy takes it, and raises SystemError when it is looked at
+NO_CHARACTER = {"dtype": "<U1", "hex": "0100007f"}
+
+
 @pytest.mark.parametrize(
     "node",
     [
@@ -341,6 +345,9 @@ def test_a_field_that_was_added_since_gets_its_default() -> None:
         {"$": "datetime", "v": "x", "zone": None, "fold": 0},
         {"$": "device", "v": "moon"},
         {"$": "scalar", "dtype": "O", "v": "00"},
+        {"$": "scalar", "dtype": "<U1", "v": "0100007f"},
+        {"$": "numpy generator", "v": {"bit_generator": "PCG64", "state": NO_CHARACTER}},
+        {"$": "numpy generator", "v": {"bit_generator": "MT19937", "state": {"key": NO_CHARACTER}}},
         {"$": "numpy dtype", "v": "O"},
         {"$": "torch generator", "device": "cpu", "v": "AAAA"},
         {"$": "random", "v": [3, [1], None]},

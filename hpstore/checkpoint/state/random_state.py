@@ -122,5 +122,8 @@ def _value(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     if node.keys() == {"dtype", "hex"}:
-        return np.frombuffer(bytes.fromhex(node["hex"]), np.dtype(node["dtype"]))
+        dtype = np.dtype(node["dtype"])
+        if dtype.kind not in "biuf":
+            raise ValueError(f"no random state has numbers of type {dtype}")
+        return np.frombuffer(bytes.fromhex(node["hex"]), dtype)
     return {name: _value(part) for name, part in node.items()}

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from hpstore.errors import CheckpointError
+from hpstore.format.numpy_files import require_characters
 from hpstore.format.untrusted_bytes import whole
 
 # Any below: values of every type, and their JSON
@@ -169,7 +170,9 @@ def decode_scalar(kind: str, node: Mapping[str, Any], classes: Classes) -> Any:
         dtype = _plain_dtype(node["dtype"])
         if dtype.kind not in _FIXED:
             raise ValueError(f"no scalar has the numpy type {dtype}")
-        return np.frombuffer(bytes.fromhex(value), dtype)[0]
+        found = np.frombuffer(bytes.fromhex(value), dtype)
+        require_characters(found)
+        return found[0]
     if kind in ("datetime", "time"):
         zone = node["zone"]
         made = getattr(datetime, kind).fromisoformat(value)
