@@ -61,6 +61,7 @@ _VALUES: list[Any] = [  # Any: JSON
     "O",
     "2024-01-01",
 ]
+_DEPTHS = (*[1] * 6, *[70] * 3, 2000)  # the deepest are dear, and much alike
 _TOKENS = [b"\0", b"\xff", b"/", b"..", b"{", b"[", b'"', b"-1", b"9" * 20, b"1e999", b"NaN", b"\n"]
 
 Mutate = Callable[[random.Random, bytes, bytes], bytes]
@@ -164,8 +165,8 @@ def _change_value(rng: random.Random, body: list[Any], holder: Any, key: Any) ->
     elif kind == 7 and isinstance(value, list):
         holder[key] = value * rng.choice((0, 2, 30)) if len(value) < 1000 else value[:1]
     elif kind == 8:
-        for _ in range(rng.choice((1, 70, 2000))):
-            value = [value] if rng.random() < 0.7 else {"a": value}
+        for level in bytes(rng.choices((0, 0, 1), k=rng.choice(_DEPTHS))):
+            value = {"a": value} if level else [value]
         holder[key] = value
     elif isinstance(value, str):
         holder[key] = mutated_bytes(rng, value.encode(errors="replace"), b"").decode(
