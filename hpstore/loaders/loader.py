@@ -26,7 +26,12 @@ from hpstore.loaders.batching.native_iterator import (
     order_for,
 )
 from hpstore.loaders.batching.postprocess import Finish
-from hpstore.loaders.batching.rank_sampler import RankSampler, agree_on_epoch, asked_epoch
+from hpstore.loaders.batching.rank_sampler import (
+    RankSampler,
+    agree_on_epoch,
+    asked_epoch,
+    show_sampler,
+)
 from hpstore.loaders.batching.torch_arguments import (
     T_co,
     asked_processes,
@@ -51,38 +56,50 @@ from hpstore.loaders.sampling.position import LoaderPosition
 from hpstore.loaders.sampling.rank_slices import Slices, Tail
 
 _log = logging.getLogger(__name__)
+_CACHE_STAYS = (
+    "a Cache stays in its process: the copy of this loader keeps pages of its own. "
+    'Give it Cache(..., share="name") there to share one.'
+)
 
 
 # Any below: torch's own signature is untyped here
 class DataLoader(torch.utils.data.DataLoader[T_co]):
     """torch's DataLoader with a state, made for hpstore's datasets; others work too.
-    Sharded over ranks it pads, for training; one for evaluation wants `tail="uneven"`.
 
-    `dataset`: a hpstore Dataset, a Subset or random_split of one (then batches are dicts of
-    tensors, read by threads; `num_workers` counts them, and with a `multiprocessing_context` also
-    processes for your functions), or any torch dataset (then torch's workers and collation).
-    All of torch's arguments mean what they mean there, but that `seed`, not a generator, decides
-    the order.
+    iter() goes on at a loaded position once, else starts the next epoch; behind the last batch of
+    one it yields nothing, so that the loop that was cut there ends. state_dict() counts what was
+    handed out, not what was read ahead; it fits another world size, other workers.
 
-    `shuffle`: False or "none", True or "global" (a permutation of all samples), "window" (whole
-    stripes are permuted, then the samples of a window of them: sequential reads, good where the
-    data do not fit in memory), or an Order. `seed`: with the epoch and the position it determines
-    every batch. `batch_size` is per rank. `rank` and `world_size` are data-parallel coordinates,
-    by default those of torch.distributed, or a `mesh`; `shard=False` reads everything on each
-    rank. An explicit sampler, batch_sampler or IterableDataset is never sharded. `tail`: how a
-    short last global batch is dealt out: "pad" (some samples of the epoch's beginning come twice,
-    all ranks take as many steps), "drop" (as many steps, a few samples less), "uneven" (each
-    sample once; ranks may differ by one step). `device`: batches arrive there. `layout`:
-    torch.jagged for ragged fields as nested tensors. `gpu`: how they come there (GpuTransfer).
-    `cache`: bytes for keeping pages in memory ("auto": a quarter of what is available; None or 0:
-    none), or a Cache. `memory`: for batches made ahead and for windows (LoaderMemory).
-    `transform(sample[, rng])` per sample, `collate_fn(list of samples)`, `batch_transform(batch[,
-    rng])`; the numpy generator is keyed by (seed, epoch, position). `on_error`: "raise", or "skip"
-    samples that are damaged beyond repair (counted in stats()).
-
-    iter() goes on at a loaded position once, else starts the next epoch; at one behind the last
-    batch of an epoch it yields nothing, so that the loop that was cut there ends. state_dict()
-    counts what was handed out, not what was read ahead; it fits another world size, other workers.
+    Parameters
+    ----------
+    dataset
+        A hpstore Dataset, a Subset or random_split of one (then batches are dicts of tensors, read
+        by threads), or any torch dataset (then torch's workers and collation).
+    batch_size, shuffle
+        Samples a batch, on each rank.
+        False or "none", True or "global" (a permutation), "window" (of stripes, then of the samples
+        of a window of them: sequential reads, for data larger than memory), or an Order.
+    num_workers, multiprocessing_context
+        Threads of a native dataset; with a context also processes for your functions.
+    seed, sampler, batch_sampler, pin_memory, drop_last, timeout, worker_init_fn, generator
+    prefetch_factor, persistent_workers, pin_memory_device, in_order, snapshot_every_n_steps
+        As torch and torchdata have them, but that `seed`, not a generator, decides the order. What
+        an explicit sampler chooses, or an IterableDataset, is never sharded.
+    rank, world_size, mesh, shard
+        Data-parallel coordinates, by default those of torch.distributed, or a DeviceMesh; with
+        shard=False each rank reads everything.
+    tail
+        Of a short last global batch: "pad" (some samples of the epoch's beginning come twice),
+        "drop" (a few less), "uneven" (for evaluation; ranks may differ by one step).
+    device, gpu, layout, cache, memory
+        Where batches arrive, and how; torch.jagged for ragged fields as nested tensors.
+        Bytes for keeping pages in memory ("auto": a quarter of what is available; None or 0: none),
+        or a Cache; memory for batches made ahead and for windows.
+    transform, collate_fn, batch_transform
+        Called with a sample, a list of them, a batch; the first and last also with a numpy
+        generator keyed by (seed, epoch, position), where they take two arguments.
+    on_error
+        "raise", or "skip" samples that are damaged beyond repair (counted in stats()).
     """
 
     # Accelerate then gives the loader back as it is, and saves its state with the rest
@@ -245,26 +262,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             object.__setattr__(self, name, given[name])
         if self._processes is not None:
             self.multiprocessing_context = given["multiprocessing_context"]
-        self._show_sampler()
+        show_sampler(self, native=self._native is not None)
         if self._native is None:
             refuse_ours(self, inspect.signature(DataLoader.__init__).parameters)
-
-    def _show_sampler(self) -> None:
-        """Trainers look at `sampler`: one of theirs must not take the place of our order."""
-        if self.order is None or (self.positions is not None and self.batch_size is None):
-            return
-        made = RankSampler(self)
-        object.__setattr__(self, "sampler", made)
-        if self._native is not None and self.batch_size is not None:
-            batches = torch.utils.data.BatchSampler(made, self.batch_size, self.drop_last)
-            object.__setattr__(self, "batch_sampler", batches)
 
     @property
     def slices(self) -> Slices | None:
         """How an epoch is dealt out; None where a sampler or an IterableDataset decides."""
         return None if self.shares is None else self.shares.now()
-
-    # --- iterating --------------------------------------------------------------------------
 
     def __iter__(self) -> Any:
         self.follow_growth()
@@ -348,9 +353,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return why_no_direct(self.gpu, self.cache, self._native, self.finish.on_host or on_host)
 
     def read_as(self, rank: int, world_size: int) -> None:
-        """Take a data-parallel rank's share: for trainers whose processes are not all such ranks.
+        """Take a data-parallel rank's share, before iterating. What the user has said stands.
 
-        Before iterating. What the user has said (rank, mesh, shard=False, a sampler) stands.
+        Parameters
+        ----------
+        rank, world_size
+            Of the data-parallel ranks.
         """
         if not self.told_its_share and self.shares is not None:
             self.shares.tell(rank, world_size)
@@ -360,12 +368,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Whether the user has said which data-parallel rank this is (rank, mesh, shard=False)."""
         return self.rank is not None or self.mesh is not None or not self.shard
 
-    # --- state ------------------------------------------------------------------------------
-
     def set_epoch(self, epoch: int) -> None:
-        """The next iter() is of this epoch; where the run is in that epoch already, it goes on.
+        """The next iter() is of this epoch; where the run is in it already, it goes on there, if
+        only to find its end.
 
-        After a resume behind the last batch of an epoch it finds the end of that one.
+        Parameters
+        ----------
+        epoch
+            Counted from 0.
         """
         self._stands.set_epoch(epoch)
 
@@ -392,7 +402,13 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at a saved position. Reads nothing. ConfigError when it is of another run."""
+        """Go on at a saved position. Reads nothing. ConfigError when it is of another run.
+
+        Parameters
+        ----------
+        state
+            Of state_dict().
+        """
         found = LoaderState.from_dict(state)
         prints, order = self._described()
         length = self.order.length if self.order is not None else 1 << 62
@@ -405,6 +421,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """For wrappers that read ahead: so many more of the batches that were handed out count.
 
         From the first call on the state counts what was consumed; call it with 0 before reading.
+
+        Parameters
+        ----------
+        batches
+            That were consumed since the last call.
         """
         self._stands.consumed(batches)
 
@@ -440,10 +461,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         state["finish"] = state["_others"] = None
         if isinstance(self.cache, Cache):
             state["cache"] = None
-            _log.warning(
-                "a Cache stays in its process: the copy of this loader keeps pages of its own. "
-                'Give it Cache(..., share="name") there to share one.'
-            )
+            _log.warning(_CACHE_STAYS)
         if isinstance(self.sampler, RankSampler):
             del state["sampler"]
             state.pop("batch_sampler" if self._native is not None else "", None)
@@ -455,7 +473,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.waits, self._engine_stats = Waits(), {}
         self.finish = self._make_finish(self._collate_given)
         self._forget_runs()
-        self._show_sampler()
+        show_sampler(self, native=self._native is not None)
 
     def _forget_runs(self) -> None:
         """None that this one must wait for when it is closed."""

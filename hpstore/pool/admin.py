@@ -112,7 +112,12 @@ class PoolAdmin:
 
     def status(self, *, past: bool = False) -> PoolStatus:
         """Devices with their states, objects, what is degraded, space, counters. Walks all keys.
-        `past`: with devices that left long ago, and that nothing depends on."""
+
+        Parameters
+        ----------
+        past
+            With devices that left long ago, and that nothing depends on.
+        """
         self._session.require_open()
         self._session.refresh()
         return pool_status(
@@ -149,10 +154,27 @@ class PoolAdmin:
         pace: WorkPace | None = None,
         gives_way: bool = False,
     ) -> RebuildReport:
-        """Read and verify every block, mend what is damaged. Goes on where it was stopped.
+        """Read and verify every block, repair what is damaged.
 
-        One scrub or rebuild of a pool at a time (LockTimeout). A `pace` replaces the rate.
-        `gives_way` as for repairing().
+        Parameters
+        ----------
+        prefix
+            Only objects whose keys begin with it.
+        progress
+            Called by this thread with a Progress for each object.
+        rate_bytes_per_second
+            Spread the work.
+        resume
+            Go on where a scrub was stopped.
+        pace
+            In the place of the rate.
+        gives_way
+            As repairing() has it.
+
+        Raises
+        ------
+        LockTimeout
+            Another scrub or rebuild of the pool is at work.
         """
         self._session.require_writable()
         with self.repairing("scrub", gives_way=gives_way):
@@ -177,9 +199,22 @@ class PoolAdmin:
     ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
-        Columns on members that are missing but not evicted are waited for while parity is left,
-        unless `include_missing`; what retention soon drops is put off (docs/health.md) unless
-        `everything`. Killed, it is resumed by running it again. `pace`, `gives_way` as for scrub.
+        Killed, it is resumed by running it again.
+
+        Parameters
+        ----------
+        progress, rate_bytes_per_second, pace, gives_way
+            As scrub() has them.
+        include_missing
+            Also columns on members that are missing but not evicted, which are waited for while
+            parity is left.
+        everything
+            Also what retention soon drops, which is put off (docs/health.md).
+
+        Raises
+        ------
+        LockTimeout
+            Another scrub or rebuild of the pool is at work.
         """
         self._session.require_writable()
         self._session.refresh()

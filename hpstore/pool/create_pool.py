@@ -22,7 +22,7 @@ from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError
 from hpstore.format.pool_key import new_pool_key
 from hpstore.format.records import check_domain
-from hpstore.format.scheme import choose_scheme
+from hpstore.format.scheme import PoolScheme, choose_scheme
 from hpstore.membership.device_places import require_mounted
 from hpstore.membership.members import create_members
 from hpstore.membership.survival import domain_warning
@@ -50,21 +50,31 @@ def create_pool(
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
     pool.toml holds the pool's key, without which no byte can be checked: keep a copy. Nothing is
-    claimed unless every device can be. `scheme="4+2"` stands for `data=4, parity=2`. With a `name`,
-    `hpstore.open(name)` and URLs find the pool later, also through the table that HPSTORE_POOLS
-    names; without one the pool is called after its file: "lab" of lab.toml. `domains`: what fails
-    together, one label per device (default: each its own). `allow_root_disk`: create it even if a
-    mount seems to be missing and a device would lie on the disk of the system.
+    claimed unless every device can be. Raises ConfigError, DeviceInUse, DeviceError.
 
-    Raises ConfigError, DeviceInUse, DeviceError.
+    Parameters
+    ----------
+    devices
+        Paths or URLs, at least k + m of them.
+    data, parity, scheme
+        k and m: units of a stripe, and how many losses every object survives; or "4+2" for both.
+    config
+        Where the settings file is written.
+    name
+        `hpstore.open(name)` and URLs find the pool by it later, also through the table that
+        HPSTORE_POOLS names. Without one the pool is called after its file: "lab" of lab.toml.
+    domains
+        What fails together, one label per device; None: each its own.
+    unit_bytes
+        Stripe unit of objects.
+    settings
+        None for the defaults.
+    allow_root_disk
+        Also where a mount seems to be missing and a device would lie on the system's disk.
     """
-    chosen = choose_scheme(data, parity, scheme)
-    path = Path(config).absolute()
+    chosen, path = choose_scheme(data, parity, scheme), Path(config).absolute()
     _require_creatable(path, name, settings)
-    if domains is not None and len(domains) != len(devices):
-        raise ConfigError(f"{len(domains)} domains for {len(devices)} devices")
     urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
-    opener = device_opener(settings or Settings())
     if not allow_root_disk:
         require_mounted(urls)
     made = PoolConfig(
@@ -74,26 +84,33 @@ def create_pool(
         settings=settings or Settings(),
         key=new_pool_key(),
     )
-    domains = list(map(check_domain, domains)) if domains is not None else None
-    with ExitStack() as undo:
-        keep = partial(_keep, made, undo)
-        record = create_members(
-            urls,
-            domains,
-            opener,
-            made,
-            data=chosen.data,
-            parity=chosen.parity,
-            unit_bytes=unit_bytes,
-            keep=keep,
-        )
-        undo.pop_all()
-    if warning := domain_warning(record):
-        _log.warning("%s", warning)
+    _make_members(made, chosen, domains, unit_bytes)
     if name is not None:
         register(made)
         add_to_table(name, path)
     return Pool(made)
+
+
+def _make_members(
+    made: PoolConfig, scheme: PoolScheme, domains: Sequence[str] | None, unit_bytes: int
+) -> None:
+    """Claim the devices, once pool.toml is written."""
+    if domains is not None and len(domains) != len(made.devices):
+        raise ConfigError(f"{len(domains)} domains for {len(made.devices)} devices")
+    with ExitStack() as undo:
+        record = create_members(
+            list(made.devices),
+            None if domains is None else list(map(check_domain, domains)),
+            device_opener(made.settings),
+            made,
+            data=scheme.data,
+            parity=scheme.parity,
+            unit_bytes=unit_bytes,
+            keep=partial(_keep, made, undo),
+        )
+        undo.pop_all()
+    if warning := domain_warning(record):
+        _log.warning("%s", warning)
 
 
 def _require_creatable(path: Path, name: str | None, settings: Settings | None) -> None:
@@ -113,5 +130,20 @@ def _keep(made: PoolConfig, undo: ExitStack) -> None:
 
 
 def open_pool(where: str | os.PathLike[str], *, read_only: bool = False) -> Pool:
-    """Open a pool by its pool.toml or its registered name; with up to m devices missing."""
+    """Open a pool; with up to m devices missing.
+
+    Parameters
+    ----------
+    where
+        Its pool.toml, or its registered name.
+    read_only
+        Refuse puts and all other changes.
+
+    Raises
+    ------
+    ConfigError
+        There is no such pool, or its settings are wrong.
+    TooFewDevices
+        More than m are missing.
+    """
     return Pool(find_config(where), read_only=read_only)

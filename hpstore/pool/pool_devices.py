@@ -63,7 +63,23 @@ class PoolDevices:
         allow_root_disk: bool = False,
     ) -> str:
         """Make an unused place a member; returns its device id. New objects use it at once.
-        `allow_root_disk`: also where a mount seems to be missing, which is a ConfigError else."""
+
+        Parameters
+        ----------
+        url
+            A path, or a URL of an fsspec file system.
+        domain
+            The failure domain that it shares with others; None for one of its own.
+        force
+            Also a place that another pool has used.
+        allow_root_disk
+            Also where a mount seems to be missing.
+
+        Raises
+        ------
+        ConfigError, MembershipError
+            The place cannot be used, or not without `force` or `allow_root_disk`.
+        """
         self._session.require_writable()
         if not allow_root_disk:
             self._require_mounted(url)
@@ -92,7 +108,17 @@ class PoolDevices:
     def evict(self, device: str, *, force: bool = False) -> None:
         """Take a device out at once; what it holds counts as lost. `rebuild` then heals.
 
-        Refused when an object could not be read without it, unless forced.
+        Parameters
+        ----------
+        device
+            Its URL, its path, or the beginning of its id.
+        force
+            Also where an object could not be read without it, which is refused else.
+
+        Raises
+        ------
+        MembershipError
+            None or several are meant, or it was evicted before.
         """
         self._session.require_writable()
         with self._session.change(), self._session.leaving(device) as member:
@@ -108,6 +134,20 @@ class PoolDevices:
         """Move everything off a device, then evict it; returns how many objects moved.
 
         Stopped, it is resumed by running it again.
+
+        Parameters
+        ----------
+        device
+            As evict() has it.
+        progress
+            Called by this thread with a Progress for each object.
+        rate_bytes_per_second
+            Spread the work.
+
+        Raises
+        ------
+        MembershipError
+            It was taken back or evicted meanwhile.
         """
         self._session.require_writable()
         throttle = RateLimit(rate_bytes_per_second, self._store.clock)
@@ -165,9 +205,19 @@ class PoolDevices:
 
         What an evicted one holds is judged against the pool first: only columns of live versions
         are served, superseded ones removed, unknown ones put in quarantine. None when it had not
-        left. `rebuild` then widens objects over it. `reason`: what the log says, instead of that an
-        operator wants it. Raises MembershipError when that cannot be judged now; nothing has
-        changed then.
+        left. `rebuild` then widens objects over it.
+
+        Parameters
+        ----------
+        device
+            As evict() has it.
+        reason
+            What the log says, instead of that an operator wants it.
+
+        Raises
+        ------
+        MembershipError
+            What it holds cannot be judged now. Nothing has changed.
         """
         self._session.require_writable()
         with self._session.change():
@@ -194,7 +244,13 @@ class PoolDevices:
             return found
 
     def sit_out(self, device: str) -> None:
-        """Keep this process' ordinary reads and new columns off a device, until readmit."""
+        """Keep this process's ordinary reads and new columns off a device, until readmit.
+
+        Parameters
+        ----------
+        device
+            As evict() has it.
+        """
         self._session.require_open()
         self._session.sit_out(self._session.member(device).device_id)
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import BatchSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from hpstore.loaders.batching.served import Served
@@ -64,6 +65,17 @@ class RankSampler(DistributedSampler[Any]):
         loader = self._loader()
         if loader is not None:
             loader.set_epoch(epoch)
+
+
+def show_sampler(loader: Any, *, native: bool) -> None:
+    """Trainers look at `sampler`: one of theirs must not take the place of our order."""
+    if loader.order is None or (loader.positions is not None and loader.batch_size is None):
+        return
+    made = RankSampler(loader)
+    object.__setattr__(loader, "sampler", made)  # torch's own refuses it
+    if native and loader.batch_size is not None:
+        batches = BatchSampler(made, loader.batch_size, loader.drop_last)
+        object.__setattr__(loader, "batch_sampler", batches)
 
 
 def agree_on_epoch(loader: Any, epoch: int, told: int | None) -> int:
