@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 
 from hpstore.devices.base import REGISTERS, REGISTERS_BYTES, raise_device_error
-from hpstore.devices.local_io import allocate, temporary_path
+from hpstore.devices.file_handles import allocate, temporary_path
 from hpstore.errors import DeviceError
 
 _FLOCK = struct.Struct("hhqqi0q")  # type, whence, start, length, process (0 for these locks)

@@ -28,9 +28,7 @@ from hpstore.devices.base import (
     recycled_path,
 )
 from hpstore.devices.confined_names import is_foreign, open_beneath, rename_beneath
-from hpstore.devices.holds import LocalHold, hold_range, make_registers
-from hpstore.devices.local_files import LocalFiles
-from hpstore.devices.local_io import (
+from hpstore.devices.file_handles import (
     LocalReader,
     LocalWriter,
     allocate,
@@ -40,6 +38,8 @@ from hpstore.devices.local_io import (
     temporary_path,
     unlock_and_close,
 )
+from hpstore.devices.holds import LocalHold, hold_range, make_registers
+from hpstore.devices.local_files import LocalFiles
 from hpstore.devices.o_direct import statx_alignment
 from hpstore.devices.probe_reads import read_last_page, some_file, stopped_writing
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from hpstore.devices.base import raise_device_error
 from hpstore.devices.confined_names import open_beneath, widen
+from hpstore.devices.file_handles import raise_local_error, sync_filesystem, unlock_and_close
 from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
@@ -20,7 +21,6 @@ from hpstore.devices.horizon_guard import (
     encode_counter,
     risen,
 )
-from hpstore.devices.local_io import raise_local_error, sync_filesystem, unlock_and_close
 from hpstore.errors import LockTimeout
 from hpstore.format.pool_key import PoolKey
 

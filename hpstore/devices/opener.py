@@ -13,9 +13,9 @@ from functools import partial
 from hpstore.config import Settings
 from hpstore.devices.ballast import BALLAST
 from hpstore.devices.base import DIRECTORIES, READABLE, REGISTERS, RELEASED, Device, denied
+from hpstore.devices.file_handles import ESCAPED_NAMES
 from hpstore.devices.horizon_guard import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
-from hpstore.devices.local_io import ESCAPED_NAMES
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import (
     ConfigError,

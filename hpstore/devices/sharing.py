@@ -20,7 +20,7 @@ from hpstore.devices.confined_names import (
     rename_beneath,
     widen,
 )
-from hpstore.devices.local_io import temporary_path
+from hpstore.devices.file_handles import temporary_path
 from hpstore.format.keys import OBJECTS
 
 

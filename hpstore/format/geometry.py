@@ -121,7 +121,7 @@ class Geometry:
             )
             at += length
 
-    def floor(self) -> int:
+    def fewest_to_acknowledge(self) -> int:
         """Fewest columns at which a put may be acknowledged (PROTOCOL 5)."""
         if self.code is Code.COPIES:
             return self.parity + 1

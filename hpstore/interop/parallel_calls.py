@@ -11,7 +11,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ObjectNotFound, TooManyErasures
 from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.objects.object_info import ObjectInfo
-from hpstore.objects.read.range_reader import READ_TRIES, PooledReader
+from hpstore.objects.read.pooled_reader import READ_TRIES, PooledReader
 from hpstore.pool.pool import Pool
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB

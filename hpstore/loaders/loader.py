@@ -51,8 +51,8 @@ from hpstore.loaders.cache import Cache
 from hpstore.loaders.gpu.gpu_device import Gpu
 from hpstore.loaders.sampling.data_parallel import RankShares
 from hpstore.loaders.sampling.loader_state import LoaderState, order_text
+from hpstore.loaders.sampling.loop_position import LoaderPosition
 from hpstore.loaders.sampling.order import Order
-from hpstore.loaders.sampling.position import LoaderPosition
 from hpstore.loaders.sampling.rank_slices import Slices, Tail
 
 _log = logging.getLogger(__name__)

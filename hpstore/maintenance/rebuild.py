@@ -246,9 +246,9 @@ def rebuild_all(
 ) -> RebuildReport:
     """Bring every object to its full stripe on the current membership. Resumable by running again.
 
-    What its owner soon deletes comes last, or is put off (expiry.py) unless `everything` is wanted.
-    With a `pace` the rate is not looked at. An object that cannot be read is reported and left as
-    it is.
+    What its owner soon deletes comes last, or is put off (deferred_repair.py) unless `everything`
+    is wanted. With a `pace` the rate is not looked at. An object that cannot be read is reported
+    and left as it is.
     """
     tally, pace = RepairTally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store)

@@ -16,7 +16,7 @@ from hpstore.membership.members import check_unit
 from hpstore.objects.key_listing import live_layout, walk
 from hpstore.objects.object_info import ObjectInfo, object_info
 from hpstore.objects.read.object_reader import ObjectReader
-from hpstore.objects.read.range_reader import PooledReader, writable_bytes
+from hpstore.objects.read.pooled_reader import PooledReader, writable_bytes
 from hpstore.objects.versions import parse_token
 from hpstore.objects.write.conditional_put import put_if
 from hpstore.objects.write.put import put_object

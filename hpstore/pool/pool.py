@@ -14,7 +14,7 @@ from hpstore.maintenance.rebuild import ProgressCallback, RateLimit, RebuildRepo
 from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.membership import changes
 from hpstore.objects.object_info import ObjectInfo
-from hpstore.objects.read.range_reader import PooledReader, Readers, open_readers
+from hpstore.objects.read.pooled_reader import PooledReader, Readers, open_readers
 from hpstore.objects.versions import VersionInfo, key_versions, parse_token
 from hpstore.objects.write.put import delete_object
 from hpstore.pool import many_objects, object_calls

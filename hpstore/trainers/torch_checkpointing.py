@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hpstore.checkpoint.catalog.commit_checks import require_safe
+from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.errors import InvalidKey, ObjectNotFound
 from hpstore.format.keys import check_key
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
 

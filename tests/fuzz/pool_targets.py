@@ -125,7 +125,7 @@ def header_page(parts: Sequence[bytes]) -> bytes:
 def take_header(data: bytes) -> None:
     found = decode_header(data[:HEADER_BYTES], where="x")
     assert found.file_bytes >= HEADER_BYTES
-    str(found.name), found.seed, found.geometry.stripe_count, found.geometry.floor()
+    str(found.name), found.seed, found.geometry.stripe_count, found.geometry.fewest_to_acknowledge()
     if found.table_bytes <= 1 << 20:
         decode_table(found, data[HEADER_BYTES:], where="x")
 

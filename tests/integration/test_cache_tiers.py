@@ -17,8 +17,8 @@ from hpstore.loaders.cache import cache_core as core_module
 from hpstore.loaders.cache.block_source import Targets
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.cache_counters import CacheTally
-from hpstore.loaders.cache.decisions import Floats
 from hpstore.loaders.cache.disk_tier import DiskTier
+from hpstore.loaders.cache.policy_interface import Floats
 from hpstore.loaders.cache.prefetch import MOST_WINDOW_SHARE, next_work
 from hpstore.loaders.cache.source_state import Fetched
 from hpstore.loaders.dataset.record_layout import Int64s

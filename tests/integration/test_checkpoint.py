@@ -387,10 +387,10 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PROTOCOL 18: a collector that runs between segment and manifest removes neither."""
-    from hpstore.checkpoint.catalog import commit_checks
+    from hpstore.checkpoint.catalog import segment_safety
     from hpstore.checkpoint.save import save_job
 
-    original, removed = commit_checks.require_safe, []
+    original, removed = segment_safety.require_safe, []
 
     def collect_first(where: hpstore.Pool, key: str, **options: Any) -> int:
         with Checkpointer(where, "run") as other:

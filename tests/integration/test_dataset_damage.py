@@ -22,7 +22,7 @@ from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, TooManyE
 from hpstore.format.keys import object_directory
 from hpstore.loaders import Dataset, DatasetWriter, list_datasets, remove_orphans, verify_dataset
 from hpstore.loaders.dataset import open_objects
-from hpstore.objects.read.range_reader import Readers
+from hpstore.objects.read.pooled_reader import Readers
 from hpstore.pool.pool import Pool
 from tests.integration.data_sets import (
     FIELDS,

@@ -16,10 +16,10 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.devices.io_uring import read_batch
 from hpstore.format.column_header import ColumnHeader
-from hpstore.objects.read import fill_units as fill_module
+from hpstore.objects.read import unit_batch_read as fill_module
 from hpstore.objects.read.column_reader import ColumnReader
-from hpstore.objects.read.fill_units import Filled, UnitFill
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.objects.read.unit_batch_read import Filled, UnitFill
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import KIB

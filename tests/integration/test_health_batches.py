@@ -20,10 +20,10 @@ from hpstore.devices.io_uring import LATE, UNTRIED, RingBatch, read_batch
 from hpstore.health import monitor as monitor_module
 from hpstore.health.detect.io_recorder import IoOutcome, Operation
 from hpstore.health.monitor import history_path
-from hpstore.objects.read import scatter as scatter_module
+from hpstore.objects.read import record_batch_read as scatter_module
 from hpstore.objects.read.batch_timing import BatchMeter
-from hpstore.objects.read.range_reader import PooledReader
-from hpstore.objects.read.scatter import Scatter, Scattered
+from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.objects.read.record_batch_read import Scatter, Scattered
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import Bench, exit_status, forked, payload, poll, rings

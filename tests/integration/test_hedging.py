@@ -20,7 +20,7 @@ from hpstore.health.detect.io_recorder import IoOutcome
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.objects.read import hedge
 from hpstore.objects.read import object_reader as read_module
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.pool.pool import Pool
 from hpstore.runtime.deadline_wait import wait_awake
 from hpstore.testing import ManualClock

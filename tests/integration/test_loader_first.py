@@ -21,7 +21,7 @@ from hpstore.loaders.batching.page_memory import PageMemory
 from hpstore.loaders.dataset.block_table import BlockTable, Runs, Table
 from hpstore.loaders.sampling.batch_plan import BatchPiece
 from hpstore.loaders.sampling.window_shuffle import WindowOrder
-from hpstore.objects.read.range_reader import Readers
+from hpstore.objects.read.pooled_reader import Readers
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll

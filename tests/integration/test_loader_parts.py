@@ -25,7 +25,7 @@ from hpstore.loaders.dataset.large_records import (
 )
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Stream
-from hpstore.objects.read import scatter as scatter_module
+from hpstore.objects.read import record_batch_read as scatter_module
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 

@@ -17,7 +17,7 @@ from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, GpuTransf
 from hpstore.loaders.batching import gather_copy
 from hpstore.loaders.batching.gather_copy import LARGE_BYTES
 from hpstore.loaders.batching.page_memory import PageMemory
-from hpstore.loaders.dataset import pages
+from hpstore.loaders.dataset import page_compression
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.gpu.direct_reader import DirectAccess
 from hpstore.runtime.stopwatch import Stopwatch
@@ -148,7 +148,7 @@ def test_pages_that_are_decompressed_are_not_the_devices_time(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     data = write(pool, "d", PLAIN, COUNT, compression="lz4")
-    calls = slowed_by_the_clock(monkeypatch, pages, "decode")
+    calls = slowed_by_the_clock(monkeypatch, page_compression, "decode")
     stats, _ = run(data, **MODES[mode])
     assert stats["decode_seconds"] == pytest.approx(sum(calls))
     assert calls

@@ -13,7 +13,7 @@ import pytest
 from hpstore.errors import AlreadyClosed, TooManyErasures
 from hpstore.objects.context import PoolContext
 from hpstore.objects.read import open_many
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.objects.survey import Survey, survey_keys
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
@@ -94,7 +94,7 @@ def test_many_are_looked_up_a_bounded_number_at_a_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call must end within its deadline: with five a call, twelve take three."""
-    monkeypatch.setattr("hpstore.objects.read.range_reader.MOST_KEYS", 5)
+    monkeypatch.setattr("hpstore.objects.read.pooled_reader.MOST_KEYS", 5)
     with bench.open() as pool:
         opened: dict[str, PooledReader | Exception] = {}
         calls = submits(pool, lambda: opened.update(pool.open_many(KEYS)))

@@ -12,7 +12,7 @@ from hpstore.errors import TooManyErasures
 from hpstore.format.column_header import HEADER_BYTES
 from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
-from hpstore.objects.read.range_reader import RETAKE_SECONDS
+from hpstore.objects.read.pooled_reader import RETAKE_SECONDS
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import FakeClock, Harness
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, DeviceTimeout
-from hpstore.objects.read import scatter as scatter_module
+from hpstore.objects.read import record_batch_read as scatter_module
 from hpstore.objects.read.column_reader import ColumnReader
-from hpstore.objects.read.range_reader import PooledReader
-from hpstore.objects.read.scatter import Scatter, Scattered
+from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.objects.read.record_batch_read import Scatter, Scattered
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import Lease, aligned_array
 from hpstore.units import KIB

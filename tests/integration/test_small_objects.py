@@ -19,7 +19,7 @@ from hpstore.format.geometry import ALIGNMENT_BYTES, SMALL_OBJECT_BYTES
 from hpstore.loaders.dataset.coalesce import ObjectRanges
 from hpstore.objects.read.column_reader import WHOLE_OBJECT_BYTES
 from hpstore.objects.read.open_many import MOST_KEYS, open_objects
-from hpstore.objects.read.range_reader import PooledReader, Readers
+from hpstore.objects.read.pooled_reader import PooledReader, Readers
 from hpstore.objects.write.put_plan import plan_columns
 from hpstore.objects.write.stripe_writer import ONE_CALL_BYTES
 from hpstore.pool.pool import Pool

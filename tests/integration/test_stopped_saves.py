@@ -21,7 +21,7 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.save import rank_plan
-from hpstore.devices.local_io import LocalWriter
+from hpstore.devices.file_handles import LocalWriter
 
 named, begun, done, turn = int(sys.argv[1]), [0], [0], threading.Condition()
 if sys.argv[2] == "apart":  # as saves are that are too large for their manifest

@@ -20,7 +20,7 @@ _CHILD = """
 import os, signal, sys, threading, time
 import numpy as np
 from hpstore.devices.local import LocalDevice
-from hpstore.devices.local_io import LocalWriter
+from hpstore.devices.file_handles import LocalWriter
 import hpstore
 
 where, begun, done, turn = sys.argv[1], [0], [0], threading.Condition()

@@ -316,10 +316,10 @@ def test_a_new_object_keeps_full_parity_and_narrows(
     if size <= SMALL_OBJECT_BYTES:
         assert (geometry.code, geometry.data) == (Code.COPIES, 1)
         assert geometry.column_bytes >= size
-        assert geometry.floor() == parity + 1
+        assert geometry.fewest_to_acknowledge() == parity + 1
     else:
         assert (geometry.code, geometry.data) == (Code.RS_CAUCHY, min(data, usable - parity))
-        assert geometry.floor() == max(geometry.data + 1, parity + 1)
+        assert geometry.fewest_to_acknowledge() == max(geometry.data + 1, parity + 1)
 
 
 @given(st.integers(0, 100 * MIB), st.integers(0, MIB), st.integers(0, 10 * ALIGNMENT_BYTES))

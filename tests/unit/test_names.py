@@ -12,7 +12,7 @@ import pytest
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.devices import confined_names, local_io
+from hpstore.devices import confined_names, file_handles
 from hpstore.devices.local import LocalDevice
 from hpstore.units import MIB
 
@@ -63,7 +63,7 @@ def test_keys_of_different_forms_are_different_objects(tmp_path: Path) -> None:
 def test_what_was_escaped_is_read_on_any_other_filesystem(tmp_path: Path) -> None:
     """A device is copied from a filesystem that normalises to one that does not."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_io, "names_normalise", lambda *_: True)
+        patch.setattr(file_handles, "names_normalise", lambda *_: True)
         with create(tmp_path) as pool:
             pool.put(COMPOSED, b"composed")
     copied = tmp_path / "copy"
@@ -80,6 +80,6 @@ def test_ordinary_filesystems_keep_plain_names(tmp_path: Path) -> None:
     device.prepare()
     device.probe(write=True)
     assert not device.folds_names
-    assert not (tmp_path / local_io.ESCAPED_NAMES).exists()
+    assert not (tmp_path / file_handles.ESCAPED_NAMES).exists()
     assert os.listdir(tmp_path / "tmp") == []
     device.close()

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpstore.benchmarks.health.health_rig import DATA, quantile
 from hpstore.codec.galois import Bytes
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing

@@ -7,7 +7,7 @@ collector sees what it has put, or bars it. Nothing that could be read is ever w
 
 from __future__ import annotations
 
-from hpstore.checkpoint.catalog.commit_checks import require_safe
+from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.writer_fence import ATTEMPT_SECONDS
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.pool.pool import Pool

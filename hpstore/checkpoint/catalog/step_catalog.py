@@ -6,10 +6,10 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from hpstore.checkpoint.catalog.commit_checks import require_safe
 from hpstore.checkpoint.catalog.dead_saves import end_save
 from hpstore.checkpoint.catalog.not_found_hint import nothing_under
 from hpstore.checkpoint.catalog.retention import Retention, orphans, steps_to_drop
+from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.writer_fence import (
     ATTEMPT_SECONDS,
     NoteWatch,

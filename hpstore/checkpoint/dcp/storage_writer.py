@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 import hpstore
-from hpstore.checkpoint.catalog.commit_checks import require_safe
 from hpstore.checkpoint.catalog.dead_saves import end_save, taken_for_dead
+from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.writer_fence import Heartbeat, NoteWatch, SaveAttempt, attempt_lives
 from hpstore.checkpoint.dcp.dcp_metadata import (
     Stored,

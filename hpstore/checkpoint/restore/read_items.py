@@ -31,7 +31,7 @@ from hpstore.checkpoint.restore.range_targets import (
 from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointMismatch, IntegrityError
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.pool.pool import Pool
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import KIB, MIB

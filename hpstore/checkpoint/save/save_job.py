@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from hpstore import errors
-from hpstore.checkpoint.catalog.commit_checks import existing_version, is_there, require_safe
 from hpstore.checkpoint.catalog.dead_saves import taken_for_dead
+from hpstore.checkpoint.catalog.segment_safety import existing_version, is_there, require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, already_committed
 from hpstore.checkpoint.catalog.writer_fence import Heartbeat, fence_key, require_fence, take_fence
 from hpstore.checkpoint.format.checkpoint_manifest import (

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from hpstore.errors import VersionConflict
 from hpstore.interop.filesystem.unclosed_streams import put_aside, remember
 from hpstore.interop.filesystem.write_buffer import Spool
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.units import KIB
 
 _log = logging.getLogger(__name__)

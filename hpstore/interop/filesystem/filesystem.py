@@ -33,7 +33,7 @@ from hpstore.interop.filesystem.small_files import Pairs, SmallFiles
 from hpstore.interop.filesystem.write_buffer import Spool
 from hpstore.interop.parallel_calls import keys_there, read_ranges, read_slice
 from hpstore.objects.object_info import ObjectInfo
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 
 _CALLER = 4  # frames above a warning: the caller of most methods that write
 _MODES = {"rb+": "r+b", "wb+": "w+b", "ab+": "a+b"}  # other ways to write the same

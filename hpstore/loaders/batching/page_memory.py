@@ -17,7 +17,7 @@ from hpstore.errors import AlreadyClosed
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.batching import streaming_copy
 from hpstore.loaders.batching.gather_copy import How, Pieces
-from hpstore.loaders.dataset.pages import fill_pages, read_pages
+from hpstore.loaders.dataset.page_compression import fill_pages, read_pages
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.record_stream import Locations, Stream

@@ -11,12 +11,12 @@ from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.cache.block_source import BlockSource
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.cache_counters import CacheTally, shares
-from hpstore.loaders.cache.decisions import MakePolicy
 from hpstore.loaders.cache.disk_tier import DiskTier
 from hpstore.loaders.cache.local_reader import Attached
 from hpstore.loaders.cache.memory_tier import OwnMemory, Pin, SharedMemory
 from hpstore.loaders.cache.messages import Lost, listen
 from hpstore.loaders.cache.partition import Division
+from hpstore.loaders.cache.policy_interface import MakePolicy
 from hpstore.loaders.cache.prefetch import Prefetcher
 from hpstore.loaders.cache.shared_reader import SharedAttached
 from hpstore.loaders.cache.shared_server import MOST_CONNECTIONS, CacheServer

@@ -12,9 +12,9 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.block_source import BlockSource, bytes_of, sizes_of
 from hpstore.loaders.cache.cache_counters import CacheTally
-from hpstore.loaders.cache.decisions import Bools, CacheDecision, Floats
 from hpstore.loaders.cache.disk_tier import DiskPart, Taken
 from hpstore.loaders.cache.page_allocator import NO_PAGE, FoundPages, Int32s, pages_needed
+from hpstore.loaders.cache.policy_interface import Bools, CacheDecision, Floats
 from hpstore.loaders.cache.source_state import (
     AHEAD,
     FETCHED,

@@ -12,8 +12,8 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.block_source import BlockSource, Targets, sizes_of
 from hpstore.loaders.cache.cache_core import Core
-from hpstore.loaders.cache.decisions import Bools
 from hpstore.loaders.cache.partition import Division
+from hpstore.loaders.cache.policy_interface import Bools
 from hpstore.loaders.cache.source_state import Asked, Fetched, ReaderJob, SourceState
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.closing import Closing

@@ -17,7 +17,6 @@ from hpstore.errors import ConfigError
 from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.loaders.cache.block_source import BlockSource, Sizes, check_source, sizes_of
 from hpstore.loaders.cache.cache_core import Core
-from hpstore.loaders.cache.decisions import Arrays, MakePolicy, Policy
 from hpstore.loaders.cache.disk_tier import DiskTier
 from hpstore.loaders.cache.memory_tier import MemoryTier
 from hpstore.loaders.cache.page_allocator import (
@@ -27,6 +26,7 @@ from hpstore.loaders.cache.page_allocator import (
     choose_page_bytes,
     pages_needed,
 )
+from hpstore.loaders.cache.policy_interface import Arrays, MakePolicy, Policy
 from hpstore.loaders.cache.saved_policy import load_learned, save_learned
 from hpstore.loaders.cache.source_state import AHEAD, MOST_JOBS, ReaderJob, Room, SourceState
 from hpstore.loaders.policy import SampledLog

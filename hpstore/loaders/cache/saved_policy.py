@@ -12,8 +12,8 @@ import numpy as np
 from hpstore.errors import MalformedFile
 from hpstore.format.numpy_files import npz_arrays
 from hpstore.loaders.cache.cache_counters import CacheTally
-from hpstore.loaders.cache.decisions import Arrays
 from hpstore.loaders.cache.disk_tier import DiskPart
+from hpstore.loaders.cache.policy_interface import Arrays
 
 _log = logging.getLogger(__name__)
 _IDENTITY = "hpstore_identity"

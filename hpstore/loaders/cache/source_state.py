@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.block_source import BlockSource, bytes_of, total_bytes
-from hpstore.loaders.cache.decisions import Policy
 from hpstore.loaders.cache.disk_tier import DiskPart
 from hpstore.loaders.cache.page_allocator import FoundPages, FreePages, Int32s, Pages
+from hpstore.loaders.cache.policy_interface import Policy
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.policy import SampledLog
 from hpstore.units import KIB, MIB

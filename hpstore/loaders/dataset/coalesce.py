@@ -12,7 +12,7 @@ from hpstore.errors import IntegrityError
 from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Int32s
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 
 GAP_BYTES = BLOCK_BYTES  # the pool verifies that much anyway: reading on is cheaper than again
 _ALIGNMENT = 64

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.open_file_limit import may_open
 

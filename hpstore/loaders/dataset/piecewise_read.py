@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import xxhash
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.dataset.pages import page_pieces
+from hpstore.loaders.dataset.page_compression import page_pieces
 from hpstore.loaders.dataset.record_stream import Locations, PageTable, Stream
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.units import MIB
 
 LARGE_BYTES = 64 * MIB  # of a record that is read piece by piece; the largest read at once is less

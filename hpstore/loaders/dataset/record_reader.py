@@ -47,7 +47,7 @@ from hpstore.loaders.dataset.large_records import (
     part_bounds,
 )
 from hpstore.loaders.dataset.open_objects import OpenShards
-from hpstore.loaders.dataset.pages import read_compressed
+from hpstore.loaders.dataset.page_compression import read_compressed
 from hpstore.loaders.dataset.piecewise_read import LARGE_BYTES, Target, read_large
 from hpstore.loaders.dataset.record_layout import Int64s, group_fields
 from hpstore.loaders.dataset.record_stream import (
@@ -61,8 +61,8 @@ from hpstore.loaders.dataset.record_stream import (
 )
 from hpstore.loaders.dataset.table_checks import check_pages, check_places, check_range, matches
 from hpstore.objects.read.open_many import MOST_KEYS
-from hpstore.objects.read.range_reader import PooledReader
-from hpstore.objects.read.scatter import Scatter, Scattered
+from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.objects.read.record_batch_read import Scatter, Scattered
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing

@@ -2,7 +2,7 @@
 
 from hpstore.loaders.ingestion.ingest_journal import unfinished_ingests
 from hpstore.loaders.ingestion.ingest_report import IngestProgress, IngestReport
+from hpstore.loaders.ingestion.ingest_run import ingest
 from hpstore.loaders.ingestion.open_source import open_source
-from hpstore.loaders.ingestion.runner import ingest
 
 __all__ = ["IngestProgress", "IngestReport", "ingest", "open_source", "unfinished_ingests"]

@@ -22,7 +22,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     nonce_of,
 )
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.dataset.pages import checked_compression
+from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import group_fields
 from hpstore.loaders.ingestion.infer_fields import sample_bytes

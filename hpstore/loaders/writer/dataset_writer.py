@@ -29,7 +29,7 @@ from hpstore.loaders.dataset.fields import (
     ragged_rows,
     ragged_value,
 )
-from hpstore.loaders.dataset.pages import checked_compression
+from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import publish, require_pool
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, group_fields
 from hpstore.loaders.dataset.record_reader import StoredData

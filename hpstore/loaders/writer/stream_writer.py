@@ -26,7 +26,7 @@ from hpstore.loaders.dataset.index_tables import (
     object_hash,
     page_dtypes,
 )
-from hpstore.loaders.dataset.pages import compress_pages
+from hpstore.loaders.dataset.page_compression import compress_pages
 from hpstore.loaders.dataset.record_layout import (
     FixedPlan,
     Int64s,

@@ -246,7 +246,11 @@ def _planned(
     )
     headers = make_headers(store, content, geometry, devices)
     columns = ColumnSet(
-        store, headers, floor=geometry.floor(), generation=store.view.record.generation, lanes=calls
+        store,
+        headers,
+        floor=geometry.fewest_to_acknowledge(),
+        generation=store.view.record.generation,
+        lanes=calls,
     )
     return _Write(survey=survey, wanted=put, geometry=geometry, columns=columns)
 
@@ -272,7 +276,7 @@ def _fill(
                 store,
                 write.columns,
                 write.geometry,
-                write.geometry.floor(),
+                write.geometry.fewest_to_acknowledge(),
                 write.geometry.column_bytes,
             )
             try:

@@ -96,7 +96,7 @@ def write_columns(
     and added to `left`. `horizons`: see ColumnSet; HorizonPassed is raised.
     """
     headers = make_headers(store, content, geometry, devices)
-    floor = geometry.floor()
+    floor = geometry.fewest_to_acknowledge()
     columns = ColumnSet(
         store, headers, floor=floor, generation=store.view.record.generation, horizons=horizons
     )

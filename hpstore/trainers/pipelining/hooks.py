@@ -411,7 +411,7 @@ class PipelineHooks(Closing):
         """Agree with all ranks, then save the step that stands. Returns once staged. Collective.
 
         Raises CheckpointError, on all ranks, when stages differ in step, weights or consumed
-        samples (ledger.agreed), and what went wrong in the save before.
+        samples, and what went wrong in the save before.
         """
         if self._ckpt is None or not self._state:
             raise ConfigError("nothing to save with: give a checkpointer, and call restore() first")

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 import numpy as np
 from numpy.typing import NDArray
 
-from hpstore.devices.local_io import unlock_and_close
+from hpstore.devices.file_handles import unlock_and_close
 from hpstore.errors import DirectUnavailable, IntegrityError
 from hpstore.format.checksum import block_seeds
 from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, decode_header, decode_table

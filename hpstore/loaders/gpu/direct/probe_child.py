@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from hpstore.devices.base import TMP
-from hpstore.devices.local_io import unlock_and_close
+from hpstore.devices.file_handles import unlock_and_close
 from hpstore.errors import HpstoreError
 from hpstore.loaders.gpu.direct.cufile_queue import DirectDriver, DirectEngine
 from hpstore.runtime.buffers import aligned_array

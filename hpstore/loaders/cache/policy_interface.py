@@ -16,7 +16,7 @@ Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
 class CacheDecision(Protocol):
-    """As hpstore.loaders.policy.Plan."""
+    """As CachePlan of hpstore.loaders.policy."""
 
     @property
     def hit(self) -> Bools: ...
@@ -29,7 +29,7 @@ class CacheDecision(Protocol):
 
 
 class CacheWants(Protocol):
-    """As hpstore.loaders.policy.Wanted."""
+    """As WantedBlocks of hpstore.loaders.policy."""
 
     @property
     def fetch(self) -> Int64s: ...

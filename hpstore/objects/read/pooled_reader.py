@@ -14,11 +14,11 @@ from hpstore.errors import AlreadyClosed, TooManyErasures
 from hpstore.format.keys import ContentId
 from hpstore.objects.context import PoolContext
 from hpstore.objects.object_info import version_token
-from hpstore.objects.read.fill_units import Filled, UnitFill
 from hpstore.objects.read.object_reader import Changed, Deliver, ObjectReader
 from hpstore.objects.read.open_many import MOST_KEYS, open_objects
+from hpstore.objects.read.record_batch_read import Scatter, Scattered
 from hpstore.objects.read.resolve import open_object
-from hpstore.objects.read.scatter import Scatter, Scattered
+from hpstore.objects.read.unit_batch_read import Filled, UnitFill
 from hpstore.runtime.closing import Closing
 
 READ_TRIES = 8

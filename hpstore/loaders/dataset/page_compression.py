@@ -14,8 +14,8 @@ from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.dataset.coalesce import plan_spans, read_spans
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Locations, PageTable, Stream
-from hpstore.objects.read.fill_units import UnitFill
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.objects.read.unit_batch_read import UnitFill
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import round_up
 

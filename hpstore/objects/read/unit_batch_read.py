@@ -29,7 +29,7 @@ from hpstore.objects.read.batch_timing import BatchMeter
 from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.object_reader import ObjectReader
 from hpstore.objects.read.open_columns import SPARE_SECONDS
-from hpstore.objects.read.scatter import Int64s
+from hpstore.objects.read.record_batch_read import Int64s
 from hpstore.runtime.buffers import Lease
 from hpstore.runtime.deadline_wait import STEP_SECONDS
 from hpstore.units import MIB
