@@ -16,6 +16,7 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.devices.io_uring import read_batch
 from hpstore.format.column_header import ColumnHeader
+from hpstore.objects.read import metered_batch
 from hpstore.objects.read import unit_batch_read as fill_module
 from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.pooled_reader import PooledReader
@@ -311,7 +312,7 @@ def test_only_the_first_reads_of_a_column_are_calls_of_their_own(
             return read_batch(files, *rest, **options)
 
         monkeypatch.setattr(scheduler, "submit", count)
-        monkeypatch.setattr(fill_module, "read_batch", note)
+        monkeypatch.setattr(metered_batch, "read_batch", note)
         for wanted in ([0], [0, 1, 3], ALL, ALL):
             assert read(reader, wanted)[1].good[: len(wanted)].sum() == min(len(wanted), 12)
         columns = reader._reader.columns
@@ -369,6 +370,6 @@ def test_where_there_are_no_batches_units_are_read_on_lanes(
     made: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where io_uring is forbidden."""
-    monkeypatch.setattr(fill_module, "read_batch", lambda *_, **__: None)
+    monkeypatch.setattr(metered_batch, "read_batch", lambda *_, **__: None)
     with made.open() as pool, pool.open("x") as reader:
         assert read(reader, ALL)[1].good.tolist() == [unit < 12 for unit in ALL]

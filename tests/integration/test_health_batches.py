@@ -20,7 +20,7 @@ from hpstore.devices.io_uring import LATE, UNTRIED, RingBatch, read_batch
 from hpstore.health import monitor as monitor_module
 from hpstore.health.detect.io_recorder import IoOutcome, Operation
 from hpstore.health.monitor import history_path
-from hpstore.objects.read import record_batch_read as scatter_module
+from hpstore.objects.read import metered_batch
 from hpstore.objects.read.batch_timing import BatchMeter
 from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.objects.read.record_batch_read import Scatter, Scattered
@@ -100,7 +100,7 @@ def test_batches_go_round_a_device_that_reads_keep_off(
         asked.update(files.tolist())
         return plain(files, *arguments, **more)
 
-    monkeypatch.setattr(scatter_module, "read_batch", spy)
+    monkeypatch.setattr(metered_batch, "read_batch", spy)
     with pool.open("x") as reader:
         held = reader._reader.columns[1]
         routing = pool._store.routing
@@ -320,7 +320,7 @@ def test_a_batch_that_is_interrupted_leaves_no_call_in_flight(
     def interrupt(*_: Any, **__: Any) -> None:  # Any: ignored
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(scatter_module, "read_batch", interrupt)
+    monkeypatch.setattr(metered_batch, "read_batch", interrupt)
     with pool.open("x") as reader:
         with pytest.raises(KeyboardInterrupt):
             read(reader)

@@ -25,7 +25,7 @@ from hpstore.loaders.dataset.large_records import (
 )
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Stream
-from hpstore.objects.read import record_batch_read as scatter_module
+from hpstore.objects.read import metered_batch
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 
@@ -150,7 +150,7 @@ def test_batches_in_parts_are_whole(
 def test_batches_in_parts_are_whole_where_reads_are_made_one_by_one(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
+    monkeypatch.setattr(metered_batch, "read_batch", lambda *_, **__: None)
     monkeypatch.setattr(large_records, "PART_BYTES", 60_000)
     data = Dataset(pool, "a")
     loader = DataLoader(data, BATCH, shuffle=True, seed=1, cache=0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, DeviceTimeout
-from hpstore.objects.read import record_batch_read as scatter_module
+from hpstore.objects.read import metered_batch
 from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.objects.read.record_batch_read import Scatter, Scattered
@@ -150,7 +150,7 @@ def test_a_range_with_room_behind_it_is_read_in_place(
     behind those is touched. 4999 bytes with room for 5000 take the other way.
     """
     if not batches:
-        monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
+        monkeypatch.setattr(metered_batch, "read_batch", lambda *_, **__: None)
     memory = aligned_array(6 * 4096)
     memory[:] = 0x11
     targets, room = [memory[:5000], memory[12_288:17_287]], [memory[:12_288], memory[12_288:17_288]]
@@ -318,7 +318,7 @@ def test_without_batches_the_same_bytes_come_one_by_one(
     made: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where io_uring is forbidden."""
-    monkeypatch.setattr(scatter_module, "read_batch", lambda *_, **__: None)
+    monkeypatch.setattr(metered_batch, "read_batch", lambda *_, **__: None)
     with made.open() as pool, pool.open("x") as reader:
         targets, found = read(reader, SPANS)
     assert found.good.tolist() == [is_direct(*span) for span in SPANS]

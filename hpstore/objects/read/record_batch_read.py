@@ -18,14 +18,12 @@ import numpy.typing as npt
 
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
-from hpstore.devices.io_uring import LATE, read_batch
 from hpstore.errors import HpstoreError
-from hpstore.format.column_header import HEADER_BYTES
 from hpstore.format.geometry import ALIGNMENT_BYTES, Geometry
 from hpstore.objects.context import PoolContext
-from hpstore.objects.read.batch_timing import BatchMeter
 from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.hedge import probe_avoided
+from hpstore.objects.read.metered_batch import read_metered
 from hpstore.objects.read.object_reader import ObjectReader
 from hpstore.runtime.buffers import Lease
 from hpstore.runtime.deadline_wait import wait_awake
@@ -276,42 +274,29 @@ class Scatter:
         base = address_of(memory) if len(memory) else 0
         sizes = np.concatenate([part.size for part in parts])
         counts = [len(part.low) for part in parts]
-        meter = BatchMeter(store, _by_device(devices, counts))
-        batch = None
-        try:
-            batch = read_batch(
-                np.repeat([part.held.descriptor for part in parts], counts),
-                np.concatenate([part.low for part in parts]) + HEADER_BYTES,
-                np.concatenate(
-                    [
-                        base + part.place
-                        if part.number is None
-                        else np.where(
-                            part.place < 0, self._addresses[part.number], base + part.place
-                        )
-                        for part in parts
-                    ]
-                ),
-                sizes,
-                seconds=store.settings.device_deadline_seconds,
-                keep=(self, memory),
-                timed=meter.timed,
-                hopeless=meter.hopeless,
-            )
-        finally:
-            meter.end(batch, sizes)
-        if batch is None:
+        found = read_metered(
+            store,
+            _by_device(devices, counts),
+            np.repeat([part.held.descriptor for part in parts], counts),
+            np.concatenate([part.low for part in parts]),
+            np.concatenate(
+                [
+                    base + part.place
+                    if part.number is None
+                    else np.where(part.place < 0, self._addresses[part.number], base + part.place)
+                    for part in parts
+                ]
+            ),
+            sizes,
+            keep=(self, memory),
+        )
+        if found is None:
             return None
-        pending = batch.late is not None and not batch.late.done()
         at = 0
-        for device, mine in devices.items():
-            for part in mine:
-                found = batch.results[at : at + len(part.low)]
-                part.arrived[:] = found == part.size
-                at += len(part.low)
-                if pending and batch.late is not None and (found == LATE).any():
-                    store.scheduler.note_unanswered(device, batch.late)
-        return [batch.late] if pending and batch.late is not None else []
+        for part in parts:
+            part.arrived[:] = found.results[at : at + len(part.low)] == part.size
+            at += len(part.low)
+        return [] if found.late is None else [found.late]
 
     def _read(self, parts: Sequence[_Part], memory: Bytes) -> None:
         """Reads of one device, on a thread of it."""

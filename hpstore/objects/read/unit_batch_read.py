@@ -20,13 +20,12 @@ import numpy.typing as npt
 
 from hpstore.codec import address_of
 from hpstore.codec.galois import Bytes
-from hpstore.devices.io_uring import LATE, read_batch
+from hpstore.devices.io_uring import LATE
 from hpstore.errors import HpstoreError, IntegrityError
-from hpstore.format.column_header import HEADER_BYTES
 from hpstore.format.geometry import BLOCK_BYTES, Geometry
 from hpstore.objects.context import PoolContext
-from hpstore.objects.read.batch_timing import BatchMeter
 from hpstore.objects.read.column_reader import ColumnReader
+from hpstore.objects.read.metered_batch import read_metered
 from hpstore.objects.read.object_reader import ObjectReader
 from hpstore.objects.read.open_columns import SPARE_SECONDS
 from hpstore.objects.read.record_batch_read import Int64s
@@ -228,7 +227,6 @@ class UnitFill:
         counts = Counter(read.held.device_id for read in reads)
         sizes = np.array([len(read.target) for read in reads])
         most = _FLYING * store.settings.workers_per_device * len(counts)
-        meter, batch = BatchMeter(store, counts, most), None
 
         def landed(numbers: Int64s, results: Int64s) -> None:
             for number in numbers.tolist():
@@ -236,33 +234,25 @@ class UnitFill:
                 good = bool(results[number] == len(read.target)) and _matches(read)
                 self._settle(store, read, good)
 
-        try:
-            batch = read_batch(
-                np.array([read.held.descriptor for read in reads]),
-                np.array([read.offset for read in reads]) + HEADER_BYTES,
-                np.array([address_of(read.target) for read in reads]),
-                sizes,
-                seconds=store.settings.device_deadline_seconds,
-                keep=self,
-                timed=meter.timed,
-                hopeless=meter.hopeless,
-                most=most,
-                landed=landed,
-            )
-        finally:
-            meter.end(batch, sizes)
-        if batch is None:
+        found = read_metered(
+            store,
+            counts,
+            np.array([read.held.descriptor for read in reads]),
+            np.array([read.offset for read in reads]),
+            np.array([address_of(read.target) for read in reads]),
+            sizes,
+            keep=self,
+            most=most,
+            landed=landed,
+        )
+        if found is None:
             return None
-        if batch.late is None:
-            return []
-        late = [reads[number] for number in np.flatnonzero(batch.results == LATE).tolist()]
-        if batch.late.done():  # they have ended since
-            for read in late:
-                self._settle(store, read, good=False)
-            return []
-        for device in {read.held.device_id for read in late}:
-            store.scheduler.note_unanswered(device, batch.late)
-        return late
+        late = [reads[number] for number in np.flatnonzero(found.results == LATE).tolist()]
+        if found.late is not None:
+            return late
+        for read in late:  # they have ended since
+            self._settle(store, read, good=False)
+        return []
 
     def _read(self, read: _Read) -> bool:
         if self._abandoned:
