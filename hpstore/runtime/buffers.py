@@ -44,6 +44,27 @@ def aligned_array(nbytes: int, *, populate: bool = False) -> Bytes:
     return array
 
 
+def shared_array(nbytes: int) -> tuple[Bytes, int]:
+    """As aligned_array(), populated, of memory that other processes can map by the descriptor.
+
+    The descriptor is the caller's to close; the memory is freed when nothing maps it any more.
+    """
+    length = round_up(max(nbytes, 1), mmap.PAGESIZE)
+    descriptor = os.memfd_create("hpstore-staging", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, length)
+        memory = mmap.mmap(descriptor, length, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    array = np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
+    if nbytes >= HUGE_BYTES:
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    touch(array)
+    return array, descriptor
+
+
 def touch(array: Bytes) -> None:
     """Every page of fresh anonymous memory (n,) is there afterwards: no read or copy faults.
 

@@ -14,6 +14,7 @@ from hpstore.errors import ConfigError
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"staging": "overlapped"}, "staging 'overlapped' is not one of copy, overlap"),
     ({"staging": None}, "staging None is not one of"),
+    ({"background": "fork"}, "background 'fork' is not one of thread, process"),
     ({"on_busy": "later"}, "on_busy 'later' is not one of wait, skip, error"),
     ({"pace": "slow"}, "pace 'slow' is not one of fast, gentle"),
     ({"on_sigterm": "stop"}, "on_sigterm 'stop' is not one of finish, save"),

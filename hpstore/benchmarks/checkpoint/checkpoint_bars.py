@@ -183,7 +183,7 @@ def special_verdicts(found: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]
             0.1,
         ),
     }
-    return rows | _disturbances(found["disturbance"])
+    return rows | _disturbances(found["disturbance"]) | _python_steps(found["background"])
 
 
 def _disturbances(sessions: Sequence[Found]) -> dict[str, Verdict]:
@@ -197,6 +197,20 @@ def _disturbances(sessions: Sequence[Found]) -> dict[str, Verdict]:
             quiet_step_seconds=spread([s["quiet_seconds"] for s in samples])["median"],
         )
     return rows or {"step_disturbance_gentle": {"skipped": "not run"}}
+
+
+def _python_steps(sessions: Sequence[Found]) -> dict[str, Verdict]:
+    """Steps of pure Python beside saves by threads and by a process: to quiet ones."""
+    rows: dict[str, Verdict] = {}
+    for background, samples in (sessions[0] if sessions else {}).items():
+        rows[f"python_step_beside_{background}"] = verdict(
+            [s["mean_seconds"] / s["quiet_seconds"] for s in samples],
+            None,
+            steps=sum(s["steps"] for s in samples),
+            p99=spread([s["worst_seconds"] / s["quiet_seconds"] for s in samples])["median"],
+            durable_seconds=spread([s["durable_seconds"] for s in samples])["median"],
+        )
+    return rows or {"python_step_beside_process": {"skipped": "not run"}}
 
 
 def _row(

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hpstore.benchmarks.checkpoint import checkpoint_special as special
+from hpstore.benchmarks.checkpoint.checkpoint_background import background_session
 from hpstore.benchmarks.checkpoint.checkpoint_bars import (
     OURS,
     floor_verdicts,
@@ -65,6 +66,7 @@ SPECIAL: dict[str, Session] = {
     "slice": special.slice_session,
     "disturbance": special.disturbance_session,
     "overlap": special.overlap_session,
+    "background": background_session,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -10,7 +11,7 @@ from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.format.segment_plan import Slice
 from hpstore.checkpoint.save.accelerator import Accelerator
 from hpstore.codec.galois import Bytes
-from hpstore.runtime.buffers import aligned_array, lock_for_life
+from hpstore.runtime.buffers import aligned_array, lock_for_life, shared_array
 from hpstore.units import MIB, round_up
 
 GROWTH = 1.01  # more than is asked for, when it has to grow again: state grows by little
@@ -21,11 +22,12 @@ class Arena:
 
     Page-aligned, in huge pages where they are given, touched before the first copy, page-locked
     by the `accelerator` when there is one, until release() or the end of the memory. It stays as
-    large as the largest slice so far.
+    large as the largest slice so far. `shared`: other processes can map it, by `descriptor`.
     """
 
-    def __init__(self, accelerator: Accelerator | None = None) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: Accelerator | None = None, *, shared: bool = False) -> None:
+        self._accelerator, self._shared = accelerator, shared
+        self.descriptor = -1  # of shared memory
         self._memory: Bytes = aligned_array(0)
         self._targets: tuple[tuple[Item, ...], list[torch.Tensor]] | None = None
         self._unlock: Callable[[], object] = lambda: None
@@ -42,7 +44,10 @@ class Arena:
             return
         wanted = int(nbytes * GROWTH) if len(self._memory) else nbytes
         self.release()  # the old one is freed before the new one is taken
-        memory = aligned_array(round_up(wanted, MIB), populate=True)
+        if self._shared:
+            memory, self.descriptor = shared_array(round_up(wanted, MIB))
+        else:
+            memory = aligned_array(round_up(wanted, MIB), populate=True)
         if self._accelerator is not None:
             self._unlock = lock_for_life(self._accelerator, memory)
         self._memory = memory
@@ -52,6 +57,9 @@ class Arena:
         """Give the memory back."""
         self._unlock()
         self._memory, self._targets = aligned_array(0), None
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def view(self, nbytes: int) -> Bytes:
         """The first bytes, page-aligned."""

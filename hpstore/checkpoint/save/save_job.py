@@ -81,7 +81,7 @@ class SaveJob:
         self._steps, self._ranks, self._options = steps, ranks, options
         self._pool, self._prefix = steps.pool, steps.prefix
         self._earlier, self._known = earlier.step, {} if options.within else earlier.known
-        self._nonce = ""
+        self.nonce = ""  # of the attempt, once begin() has succeeded
         self._heartbeat: Heartbeat | None = None
         self._written = RankVote(tree=options.tree, tolerated=self._pool.parity)
         self._own: list[str] = []  # keys of segments that this rank has put
@@ -103,7 +103,7 @@ class SaveJob:
         """
         self.begun = True
         if self._options.within and not fence:  # nothing is put before the vote
-            self._nonce = secrets.token_hex(8)
+            self.nonce = secrets.token_hex(8)
             return
         mine = sorted({k.segment.key for k in self._known.values()})
         heard = self._ranks.all_gather(json.dumps(mine).encode(), RankChannel.SAVER)
@@ -121,7 +121,7 @@ class SaveJob:
         told = json.loads(self._ranks.broadcast(message, RankChannel.SAVER))
         if "error" in told:
             raise self._placed(CheckpointError(f"rank 0 could not begin the save: {told['error']}"))
-        self._nonce = str(told["nonce"])
+        self.nonce = str(told["nonce"])
         gone = set(told["gone"])
         self._known = {n: k for n, k in self._known.items() if k.segment.key not in gone}
 
@@ -163,7 +163,7 @@ class SaveJob:
     @property
     def noted(self) -> bool:
         """Whether begin() has succeeded."""
-        return bool(self._nonce)
+        return bool(self.nonce)
 
     def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
         """Put what is staged in `memory` as one segment; None when nothing had to be written.
@@ -195,7 +195,7 @@ class SaveJob:
             if self._options.progress is not None:
                 self._options.progress(packed.size)
         elif packed.items:
-            key = segment_key(self._prefix, self._options.step, self._nonce, self._ranks.rank, part)
+            key = segment_key(self._prefix, self._options.step, self.nonce, self._ranks.rank, part)
             data = memory[: packed.size]
             self._own.append(key)
             with WorkerThreads(1, "hpstore-hash") as hashing:
@@ -245,12 +245,8 @@ class SaveJob:
             raise self._placed(error) from error
 
     def _placed(self, error: HpstoreError) -> HpstoreError:
-        """The same error, saying what became of the step and which one is good."""
-        step, good = self._options.step, self._steps.standing()
-        fate = "may be committed or not" if self._maybe_visible else "is not committed"
-        return type(error)(
-            f"step {step} {fate}, {good}: {error}", device=error.device, key=error.key
-        )
+        step = self._options.step
+        return placed(error, step, self._steps, maybe_visible=self._maybe_visible)
 
     def _commit(self) -> SaveReport:
         if self._error is None:
@@ -357,7 +353,7 @@ class SaveJob:
             step=self._options.step,
             key=key,
             bytes=sum(
-                s.size for w in written for s in w.segments if not s.key or self._nonce in s.key
+                s.size for w in written for s in w.segments if not s.key or self.nonce in s.key
             ),
             referenced_bytes=sum(w.referenced_bytes for w in written),
             staged_seconds=0.0,
@@ -449,6 +445,16 @@ class SaveJob:
             beating.fade()
         else:
             beating.stop()
+
+
+def placed(
+    error: HpstoreError, step: int, steps: StepCatalog, *, maybe_visible: bool = False
+) -> HpstoreError:
+    """The same error, saying what became of the step and which one is good."""
+    fate = "may be committed or not" if maybe_visible else "is not committed"
+    return type(error)(
+        f"step {step} {fate}, {steps.standing()}: {error}", device=error.device, key=error.key
+    )
 
 
 def _remove_quietly(pool: Pool, key: str) -> None:

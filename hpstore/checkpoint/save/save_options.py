@@ -17,6 +17,8 @@ from hpstore.errors import ConfigError
 from hpstore.pool.pool import Pool
 from hpstore.units import parse_bytes
 
+BACKGROUND = ("thread", "process")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
@@ -31,6 +33,11 @@ class SaveOptions:
         Bytes for staging on this node, shared by its ranks: a number or a text such as "8GiB".
         A larger state is staged in slices, and the trainer waits for all but the last. Default:
         60 % of the memory that is available.
+    background
+        "thread" writes from threads of this process. "process" writes from a process of its own,
+        which leaves this one's GIL alone and finishes a save when this one has died. For a process
+        that saves by itself, not for several ranks. It opens the pool again, with memory of its
+        own.
     on_busy
         What save() does while the save before it is under way: "wait", "skip" or "error".
     pace
@@ -69,6 +76,7 @@ class SaveOptions:
 
     staging: str = "copy"
     memory: int | str | None = None
+    background: str = "thread"
     on_busy: str = "wait"
     pace: str = "fast"
     compression: str | None = None
@@ -85,6 +93,7 @@ class SaveOptions:
 
     def __post_init__(self) -> None:
         checked_choice("staging", self.staging, STAGING)
+        checked_choice("background", self.background, BACKGROUND)
         checked_choice("on_busy", self.on_busy, ON_BUSY)
         checked_choice("pace", self.pace, PACES)
         checked_choice("on_sigterm", self.on_sigterm, ON_SIGTERM)

@@ -34,6 +34,7 @@ from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
 from hpstore.checkpoint.save.save_underway import Underway
 from hpstore.checkpoint.save.stage import STAGING, SaveStage
 from hpstore.checkpoint.save.write_rate import save_rate
+from hpstore.checkpoint.save.writer_client import ProcessJob, writer_of
 from hpstore.checkpoint.state.targets import State
 from hpstore.errors import CheckpointError
 from hpstore.runtime.collector_pause import collector_paused
@@ -73,7 +74,11 @@ class Saver:
         accelerator = options.accelerator
         if accelerator is None and torch.cuda.is_available():
             accelerator = CudaStaging()
-        self._stage = SaveStage(options.staging, accelerator)
+        apart = options.background == "process"
+        self._stage = SaveStage(options.staging, accelerator, shared=apart)
+        self._writer = None
+        if apart and not catalog.pool.read_only:
+            self._writer = writer_of(catalog, ranks, self._stage.arena)
         self._planner = Planner(ranks, options.memory_bytes, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
@@ -143,7 +148,7 @@ class Saver:
         options = self._job_options(
             checked_step(step), prepared, overwrite, metrics, began, progress
         )
-        job = SaveJob(self._catalog, self._ranks, options, self._earlier)
+        job = self._new_job(options, len(prepared.slices))
         future: Future[SaveReport] = Future()
         staged: Future[float] = Future()
         tidied: Future[None] = Future()
@@ -221,12 +226,21 @@ class Saver:
             else save_rate(options.pace, prepared.total_bytes, interval),
         )
 
-    def _begin_job(self, job: SaveJob) -> None:
+    def _new_job(self, options: JobOptions, parts: int) -> SaveJob | ProcessJob:
+        """Made by this process, or by the writer."""
+        if self._writer is None:
+            return SaveJob(self._catalog, self._ranks, options, self._earlier)
+        reuse = self.options.reuse
+        return ProcessJob(
+            self._writer, self._catalog, options, self._earlier, parts=parts, reuse=reuse
+        )
+
+    def _begin_job(self, job: SaveJob | ProcessJob) -> None:
         """Take the fence on the first save, then note the attempt."""
         job.begin(fence=not self._fenced)
         self._fenced = True
 
-    def _give_up(self, job: SaveJob, error: BaseException) -> None:
+    def _give_up(self, job: SaveJob | ProcessJob, error: BaseException) -> None:
         """What staging raised is told to the other ranks, which would wait for this one."""
         self._earlier = Earlier()
         if job.begun and not job.noted:
@@ -236,7 +250,7 @@ class Saver:
             self._begin_job(job)
         job.commit()
 
-    def _write_part(self, job: SaveJob, part: int) -> None:
+    def _write_part(self, job: SaveJob | ProcessJob, part: int) -> None:
         """One slice of several, written while the trainer waits."""
         if part == 0:
             self._begin_job(job)
@@ -244,7 +258,7 @@ class Saver:
 
     def _run(
         self,
-        job: SaveJob,
+        job: SaveJob | ProcessJob,
         prepared: Prepared,
         future: Future[SaveReport],
         staged: Future[float],
@@ -407,7 +421,7 @@ class Saver:
             underway.raise_errors()
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Wait for the save under way, raising nothing.
+        """Wait for the save under way, raising nothing; not for one that a writer process finishes.
 
         Parameters
         ----------
@@ -420,7 +434,9 @@ class Saver:
             False when it takes longer.
         """
         underway = self._underway
-        return underway is None or underway.wait(seconds)
+        if underway is None or (self._writer is not None and self._writer.handed_over):
+            return True
+        return underway.wait(seconds)
 
     def let_tidy(self) -> None:
         """Wait for what comes after a commit that is done, so that callers see its end."""
@@ -454,6 +470,8 @@ class Saver:
         if self._draining is not None:
             self._draining.forget()
         self._space.close()
+        if self._writer is not None:
+            self._writer.close()
         self._stage.close()
         if self._preemption is not None:
             self._preemption.close()

@@ -21,6 +21,7 @@ from hpstore.checkpoint.save.host_copy import Copier
 from hpstore.checkpoint.save.rank_plan import Prepared
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.staging_memory import Staging
+from hpstore.checkpoint.save.writer_client import ProcessJob
 from hpstore.checkpoint.state.optimizers import local_part
 from hpstore.checkpoint.state.targets import State, objects_in
 from hpstore.codec.galois import Bytes
@@ -35,9 +36,9 @@ class SaveStage:
     """The arena and what is in it. The training thread calls begin() and finish(), the saving
     thread write(); the arena is the save's from begin() to the end of write()."""
 
-    def __init__(self, mode: str, accelerator: Accelerator | None) -> None:
+    def __init__(self, mode: str, accelerator: Accelerator | None, *, shared: bool = False) -> None:
         calm_torch()
-        self.arena = Arena(accelerator)
+        self.arena = Arena(accelerator, shared=shared)
         self._copier = Copier()
         self._accelerator = accelerator
         self.mode, self.gate = mode, CopyGate(blocks=False)  # of the next staging
@@ -125,7 +126,9 @@ class SaveStage:
         if current is not None:
             current[0].finish()
 
-    def write(self, job: SaveJob, part: int, begin: Callable[[], None] = lambda: None) -> None:
+    def write(
+        self, job: SaveJob | ProcessJob, part: int, begin: Callable[[], None] = lambda: None
+    ) -> None:
         """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise.
 
         `begin` is called when all of it is in the arena: what it does in the interpreter would

@@ -1,0 +1,305 @@
+"""The trainer's end of a writer process: starts it, has saves made by it (docs/decisions/0120)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+
+from hpstore import errors
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.format.items import Item
+from hpstore.checkpoint.format.pack import Key, Known, Segment
+from hpstore.checkpoint.ranks.collectives import Ranks
+from hpstore.checkpoint.save.arena import Arena
+from hpstore.checkpoint.save.save_handle import SaveReport
+from hpstore.checkpoint.save.save_job import Earlier, JobOptions, placed
+from hpstore.checkpoint.save.writer_process import (
+    AboutToWrite,
+    BeginSave,
+    GiveUp,
+    MapMemory,
+    PartWritten,
+    SaveBegun,
+    SaveCommitted,
+    SaveFailed,
+    WritePart,
+    WriterStart,
+)
+from hpstore.codec.galois import Bytes
+from hpstore.errors import CheckpointError, ConfigError, HpstoreError
+
+_log = logging.getLogger(__name__)
+_END_SECONDS = 10.0  # for a writer without a save
+_MAIN = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from hpstore.checkpoint.save.writer_process import main; main({descriptor})"
+)
+
+
+class WriterGone(CheckpointError):
+    """The writer process has ended."""
+
+
+class KnownByWriter(dict[Key, Known]):
+    """Stands for what the writer remembers of the last save; empty here."""
+
+
+class WriterClient:
+    """One writer process, started again when it has ended. One save at a time.
+
+    Not by fork: it must not have the trainer's memory, nor its GPU. Not by multiprocessing: the
+    end of the trainer would wait for it, or take it along.
+    """
+
+    def __init__(self, catalog: StepCatalog, arena: Arena) -> None:
+        self._catalog, self._arena = catalog, arena
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._mapped = -1  # growth of the arena that the writer has seen
+        self._items: Sequence[Item] | None = None
+        self.handed_over = False  # the writer has all of the save under way, and finishes it
+        self.restarts_total = 0
+        self.start()
+
+    @property
+    def process_id(self) -> int:
+        """Of the writer; 0 when there is none."""
+        return self._process.pid if self._process is not None else 0
+
+    def start(self) -> None:
+        """Start the process; it is ready some seconds later, in which the trainer goes on."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = _MAIN.format(path=sys.path, descriptor=theirs.fileno())
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", code],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except BaseException:
+                ours.close()
+                raise
+        self._connection = Connection(ours.detach())
+        self._pid, self._mapped, self._items = os.getpid(), -1, None
+        weakref.finalize(self, _let_end, self._connection, self._process)
+        self.tell(WriterStart(config=self._catalog.pool.config, prefix=self._catalog.prefix))
+
+    def ready(self) -> None:
+        """Start it again where it has ended, or is the writer of a process that forked this one."""
+        if self._process is not None and self._pid == os.getpid():
+            if self._process.poll() is None:
+                return
+            self.restarts_total += 1
+            _log.warning("%s: a new one is started", self._end())
+            self._connection.close()
+        self.start()
+
+    def _end(self) -> str:
+        code = None if self._process is None else self._process.poll()
+        how = "" if code is None else f" by signal {-code}" if code < 0 else f" with code {code}"
+        return f"the writer process {self.process_id} has ended{how}"
+
+    def tell(self, message: object) -> None:
+        """Send a message. Raises WriterGone."""
+        try:
+            self._connection.send(message)
+        except OSError as error:
+            raise self._gone() from error
+
+    def hear(self, progress: Callable[[int], None] | None = None) -> object:
+        """The next message that is not of progress. Raises what the writer has met, WriterGone."""
+        while True:
+            try:
+                message: object = self._connection.recv()
+            except (EOFError, OSError) as error:
+                raise self._gone() from error
+            if isinstance(message, SaveFailed):
+                self._catalog.unclear |= message.unclear
+                kind = getattr(errors, message.kind, CheckpointError)
+                raise kind(message.text, device=message.device, key=message.key)
+            if not isinstance(message, AboutToWrite):
+                return message
+            if progress is not None:
+                progress(message.nbytes)
+
+    def _gone(self) -> WriterGone:
+        if self._process is not None and self._pid == os.getpid():
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                _log.warning("the writer process %d answers no more", self.process_id)
+        return WriterGone(f"{self._end()}; the next save starts another")
+
+    def share_memory(self) -> None:
+        """Let the writer map what the arena is now."""
+        if self._mapped != self._arena.grown_total:
+            self.tell(MapMemory(nbytes=self._arena.capacity_bytes))
+            try:
+                send_handle(self._connection, self._arena.descriptor, self.process_id)
+            except OSError as error:
+                raise self._gone() from error
+            self._mapped = self._arena.grown_total
+
+    def news(self, items: Sequence[Item]) -> Sequence[Item] | None:
+        """Items for the writer; None when it has them: a state is mostly laid out as before."""
+        if items is self._items:
+            return None
+        self._items = items
+        return items
+
+    def close(self) -> None:
+        """Let it end. No save is under way. Idempotent."""
+        process, self._process = self._process, None
+        if process is None or self._pid != os.getpid():
+            return
+        self._connection.close()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            _log.warning("the writer process %d takes long to end", process.pid)
+
+
+def _let_end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+    """Of a client that was dropped: its writer ends, without a wait here."""
+    connection.close()
+    if process.poll() is None:
+        process.returncode = 0  # else Popen warns of a process that runs on
+
+
+def writer_of(catalog: StepCatalog, ranks: Ranks, arena: Arena) -> WriterClient:
+    """A writer process for these ranks. Raises ConfigError where it cannot serve them."""
+    if ranks.world > 1:
+        raise ConfigError(
+            f'background="process" serves a process that saves by itself, and this is one of '
+            f'{ranks.world} ranks that save together: use background="thread"'
+        )
+    return WriterClient(catalog, arena)
+
+
+class ProcessJob:
+    """A SaveJob that a writer process makes: begin(), write() for each slice, commit()."""
+
+    def __init__(
+        self,
+        writer: WriterClient,
+        steps: StepCatalog,
+        options: JobOptions,
+        earlier: Earlier,
+        *,
+        parts: int,
+        reuse: bool,
+    ) -> None:
+        self._writer, self._steps, self._options = writer, steps, options
+        self._earlier, self._parts, self._reuse = earlier, parts, reuse
+        self._error: BaseException | None = None
+        self._nonce = ""
+        self.begun = False
+        self.next_known: Mapping[Key, Known] = KnownByWriter()
+        self.replaced: set[str] = set()
+        self.differing: Sequence[str] = ()
+
+    @property
+    def noted(self) -> bool:
+        """Whether begin() has succeeded."""
+        return bool(self._nonce)
+
+    def begin(self, *, fence: bool) -> None:
+        """As SaveJob.begin()."""
+        self.begun, self._writer.handed_over = True, False
+        try:
+            message = self._ask_to_begin(fence=fence)
+        except WriterGone:  # as it was idle, mostly: nothing of this save was written yet
+            try:
+                message = self._ask_to_begin(fence=fence)
+            except WriterGone as error:
+                raise placed(error, self._options.step, self._steps) from error
+        assert isinstance(message, SaveBegun)
+        self._nonce = message.nonce
+
+    def _ask_to_begin(self, *, fence: bool) -> object:
+        remembered = isinstance(self._earlier.known, KnownByWriter)
+        self._writer.ready()
+        self._writer.tell(
+            BeginSave(
+                options=replace(self._options, progress=None),
+                progress=self._options.progress is not None,
+                fence=fence,
+                reuse=self._reuse,
+                earlier=None if remembered else self._earlier,
+                earlier_step=self._earlier.step,
+            )
+        )
+        return self._writer.hear()
+
+    def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
+        """As SaveJob.write(), of what begins the arena."""
+        if self._error is not None:
+            return None
+        try:
+            self._writer.share_memory()
+            last = part == self._parts - 1
+            self._writer.tell(
+                WritePart(part=part, size=len(memory), items=self._writer.news(items), last=last)
+            )
+            self._writer.handed_over = last
+            if not len(memory):
+                return None
+            message = self._writer.hear(self._options.progress)
+        except HpstoreError as error:
+            self.fail(error)
+            return None
+        assert isinstance(message, PartWritten)
+        return message.segment
+
+    def fail(self, error: BaseException) -> None:
+        """Vote against the commit because of `error`."""
+        self._error = self._error or error
+
+    def commit(self) -> SaveReport:
+        """As SaveJob.commit()."""
+        if isinstance(self._error, WriterGone):
+            raise self._unknown(self._error)
+        if self._error is not None:
+            self._give_up(self._error)
+            if isinstance(self._error, HpstoreError):
+                raise placed(self._error, self._options.step, self._steps) from self._error
+            raise self._error
+        try:
+            if not self._writer.handed_over:  # a state without tensors
+                self._writer.tell(WritePart(part=0, size=0, items=None, last=True))
+            message = self._writer.hear(self._options.progress)
+        except WriterGone as error:
+            raise self._unknown(error) from error
+        assert isinstance(message, SaveCommitted)
+        self.replaced, self.differing = message.replaced, message.differing
+        return message.report
+
+    def _give_up(self, why: BaseException) -> None:
+        """Let the writer remove what it has written."""
+        try:
+            self._writer.tell(GiveUp(why=f"{type(why).__name__}: {why}"))
+            self._writer.hear()
+        except HpstoreError:  # what it says of giving up, or it is gone
+            return
+
+    def _unknown(self, error: WriterGone) -> HpstoreError:
+        """The writer has ended: what it wrote is judged by what is there."""
+        self._steps.unclear.add(self._nonce)
+        return placed(
+            error, self._options.step, self._steps, maybe_visible=self._writer.handed_over
+        )
+
+    def close(self) -> None:
+        """After commit(): the writer has ended the attempt."""
+        self._writer.handed_over = False
