@@ -11,7 +11,8 @@ from hpstore.checkpoint.catalog.retention import Best, Retention
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.ranks.collectives import Ranks
 from hpstore.checkpoint.restore.collective_restore import restore_together
-from hpstore.checkpoint.restore.fill_state import RestoreOptions, RestoreReport
+from hpstore.checkpoint.restore.fill_state import RestoreReport
+from hpstore.checkpoint.restore.restore_plan import RestoreOptions
 from hpstore.checkpoint.restore.saved_step import SavedStep
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport
@@ -259,8 +260,8 @@ class Checkpointer(Closing):
         step
             A committed step. Default: the newest that can be read.
         strict
-            A recorded key that nobody takes, or a wanted one that was not recorded, is an error.
-            Otherwise `last_restore` lists them.
+            A recorded name that nothing takes, a wanted one that was not recorded, another shape
+            are errors. False loads what fits; `last_restore` lists the rest, one line is logged.
 
         Returns
         -------

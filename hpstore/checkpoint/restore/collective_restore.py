@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, newest_untried
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.restore.fill_state import RestoreOptions, RestoreReport, restore_state
-from hpstore.checkpoint.restore.rank_subset import pruned
+from hpstore.checkpoint.restore.fill_state import RestoreReport, restore_state
+from hpstore.checkpoint.restore.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from hpstore.checkpoint.state.targets import State
 from hpstore.errors import (
     CheckpointError,
@@ -41,6 +41,8 @@ def restore_together(
         found = _try(ranks, steps, state, candidate, how, touched, listed=step is None)
         if not isinstance(found, Exception):
             _warn_of_parts(found[1])
+            if ranks.leads:
+                found[1].log()
             return found
         if step is not None:
             raise steps.placed(found, step, _parts(touched))
@@ -112,31 +114,30 @@ def _try(
     """Restore one step; what went wrong on any rank, when it can be passed over."""
     error: Exception | None = None
     before = lacks_total()
-    tree: Any = None
-    left: list[str] = []
+    plan: RestorePlan | None = None
     try:
         if ranks.leads:
             steps.settle(step)
         manifest = _manifest(steps, step, listed=listed)
-        tree = manifest.tree
-        if ranks.world > 1:
-            tree, left = pruned(tree, state)
+        plan = plan_restore(manifest, state, how, several=ranks.world > 1)
     except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
         error = blamed(found, before)
+    agreed = _Agreed(skipped=plan.skipped if plan is not None else {})
     if ranks.world > 1:  # what no rank takes is found before anything is filled
-        outcome = _agree(ranks, step, error, left, strict=how.strict)
-        if outcome is not None:
-            return outcome
+        agreed = _agree(ranks, step, error, plan, strict=how.strict)
+        if agreed.error is not None:
+            return agreed.error
     done: RestoreReport | None = None
-    if error is None:
+    if error is None and plan is not None:
         try:
-            done = restore_state(steps.pool, manifest, tree, state, how, touched)
+            plan.skip(agreed.skipped, how)
+            done = restore_state(steps.pool, plan, state, how, touched)
         except Exception as found:  # noqa: BLE001 (as above)
             error = blamed(found, before)
-    outcome = _agree(ranks, step, error, [], strict=False)
-    if outcome is not None or done is None:
+    outcome = _agree(ranks, step, error, None, strict=False).error
+    if outcome is not None or plan is None or done is None:
         return outcome or IntegrityError(f"step {step} was not restored")
-    return manifest, done
+    return plan.manifest, replace(done, unexpected=(*done.unexpected, *agreed.untaken))
 
 
 def _manifest(steps: StepCatalog, step: int, *, listed: bool) -> Manifest:
@@ -150,30 +151,42 @@ def _manifest(steps: StepCatalog, step: int, *, listed: bool) -> Manifest:
         raise
 
 
-def _agree(
-    ranks: Ranks, step: int, error: Exception | None, left: list[str], *, strict: bool
-) -> Exception | None:
-    """Tell each other how it went; an error that can be passed over is returned, on all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Agreed:
+    """What all ranks found. `error`: why all pass this step over. `untaken`: what no rank takes.
+    `skipped`: what does not fit on one of them, and so is loaded on none."""
 
-    Raises one that cannot. `left`: names that this rank does not take.
-    """
+    error: Exception | None = None
+    untaken: Sequence[str] = ()
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+def _agree(
+    ranks: Ranks, step: int, error: Exception | None, plan: RestorePlan | None, *, strict: bool
+) -> _Agreed:
+    """Tell each other how it went. Raises an error that cannot be passed over."""
     said = "" if error is None else f"rank {ranks.rank}: {error}"
     fatal = error is not None and not isinstance(error, _PASSABLE)
-    mine = json.dumps([said, fatal, left]).encode()
+    left = plan.untaken if plan is not None else []
+    skipped = plan.skipped if plan is not None else {}
+    mine = json.dumps([said, fatal, left, skipped]).encode()
     votes = [json.loads(vote) for vote in ranks.all_gather(mine, RankChannel.TRAINER)]
     if fatal and error is not None:
         raise error
-    others = "; ".join(text for text, _, _ in votes if text)
-    if any(worst for _, worst, _ in votes):
+    others = "; ".join(text for text, *_ in votes if text)
+    if any(worst for _, worst, *_ in votes):
         raise CheckpointError(f"step {step} could not be restored: {others}")
     if error is not None:
-        return error
+        return _Agreed(error=error)
     if others:
-        return IntegrityError(f"step {step} cannot be read on all ranks: {others}")
-    nobodys = sorted(set[str].intersection(*(set(names) for _, _, names in votes)))
+        return _Agreed(error=IntegrityError(f"step {step} cannot be read on all ranks: {others}"))
+    nobodys = sorted(set[str].intersection(*(set(names) for _, _, names, _ in votes)))
     if strict and nobodys:
         raise CheckpointMismatch(
             f"step {step} holds what no rank takes: {nobodys[:8]}. Nothing was changed; pass "
             "strict=False to load what fits."
         )
-    return None
+    together: dict[str, str] = {}
+    for *_, some in votes:
+        together |= some
+    return _Agreed(untaken=nobodys, skipped=together)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from hpstore.checkpoint.format.backed_bytes import Backed
-from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import Item, by_name
 from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
-from hpstore.checkpoint.restore.read_items import Warm, fill_chunks
+from hpstore.checkpoint.restore.read_items import fill_chunks
+from hpstore.checkpoint.restore.restore_plan import RestoreOptions, RestorePlan
 from hpstore.checkpoint.state.fill_objects import require_shape
 from hpstore.checkpoint.state.scalars import Classes, dtype_name, dtype_named
 from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
-from hpstore.checkpoint.state.targets import State, destinations
+from hpstore.checkpoint.state.targets import State
 from hpstore.checkpoint.state.training_state import apply, check
 from hpstore.checkpoint.state.tree_paths import leaf_paths, of_rank, paths
 from hpstore.checkpoint.state.typed_objects import classes_in
@@ -26,10 +27,15 @@ from hpstore.errors import CheckpointMismatch, IntegrityError
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import HUGE_BYTES, aligned_array
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreReport:
-    """What a restore did."""
+    """What a restore did. Names are those of the state, "model/weight" or "optimizer/state/weight".
+
+    A tensor is in `loaded`, or it is in one of the others.
+    """
 
     step: int
     tensors: int
@@ -38,6 +44,26 @@ class RestoreReport:
     missing: tuple[str, ...]  # tensors and values wanted, not recorded (strict=False)
     unexpected: tuple[str, ...]  # recorded, not taken (strict=False)
     half_written: tuple[str, ...] = ()  # missing, and holding parts of a damaged later step
+    loaded: tuple[str, ...] = ()  # tensors
+    skipped: Mapping[str, str] = field(default_factory=dict)  # did not fit (strict=False), and why
+
+    def log(self) -> None:
+        """One line about what was not loaded, if there is any: a warning."""
+        parts = {
+            "skipped": [f"{name} ({why})" for name, why in self.skipped.items()],
+            "wanted but not recorded": self.missing,
+            "recorded but not taken": self.unexpected,
+        }
+        said = [
+            f"{len(names)} {word}, such as {names[0]}" for word, names in parts.items() if names
+        ]
+        if said:
+            _log.warning(
+                "step %d: %d tensors loaded; %s. last_restore has all names.",
+                self.step,
+                len(self.loaded),
+                "; ".join(said),
+            )
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -56,15 +82,17 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None)
 class _Filling:
     """Hands out a tensor for each item that a tree names, and remembers what to read into it."""
 
-    def __init__(self, pool: Pool, manifest: Manifest, state: State, rank: int) -> None:
-        self._backed = Backed(pool, manifest.segments)
-        self._items = by_name(manifest.items)
-        self.filled = destinations(state, rank, self._items.keys())
+    def __init__(self, pool: Pool, plan: RestorePlan) -> None:
+        self._backed = Backed(pool, plan.manifest.segments)
+        self._items = by_name(plan.manifest.items)
+        self.filled, self._kept = plan.filled, plan.kept
         self.wanted: dict[str, list[Chunk]] = {}
         self._given: dict[str, torch.Tensor] = {}
 
     def tensor(self, name: str) -> torch.Tensor:
         """The place to fill: the state's own tensor when there is one."""
+        if name in self._kept:
+            return self.filled.stays(name)
         if name not in self._given:
             if name not in self._items:
                 raise IntegrityError(f"the manifest refers to {name!r} but holds no such item")
@@ -117,16 +145,17 @@ class _Filling:
 
 
 def restore_state(
-    pool: Pool, manifest: Manifest, tree: Any, state: State, how: RestoreOptions, touched: set[str]
+    pool: Pool, plan: RestorePlan, state: State, how: RestoreOptions, touched: set[str]
 ) -> RestoreReport:
     """Fill `state` from a step. Names, shapes and dtypes are compared before anything changes, and
     every segment is opened: one that is gone changes nothing.
 
-    `tree`: the manifest's, or the part of it that this rank takes. `touched`: tensors of the state
-    that steps before this one were read into; its own are added before the first is filled.
+    `touched`: tensors of the state that steps before this one were read into; its own are added
+    before the first is filled.
     """
     began = time.perf_counter()
-    filling = _Filling(pool, manifest, state, how.rank)
+    manifest, tree = plan.manifest, plan.tree
+    filling = _Filling(pool, plan)
     decoding = Decoding(
         tensor=filling.tensor,
         rank=how.rank,
@@ -153,7 +182,7 @@ def restore_state(
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
     mine = of_rank(tree, how.rank)
-    missing = tuple(filling.filled.lacking(set(paths(mine))))
+    missing = [n for n in filling.filled.lacking(set(paths(mine))) if not plan.skips(n)]
     apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
     filling.filled.take_loaded()
     unexpected = _untaken(filling, mine)
@@ -162,9 +191,11 @@ def restore_state(
         tensors=len(filling.wanted),
         read_bytes=count,
         seconds=time.perf_counter() - began,
-        missing=missing,
+        missing=tuple(missing),
         unexpected=unexpected,
         half_written=tuple(sorted(touched - filling.wanted.keys())),
+        loaded=tuple(sorted(filling.wanted)),
+        skipped=plan.skipped,
     )
 
 
@@ -172,14 +203,3 @@ def _untaken(filling: _Filling, tree: Any) -> tuple[str, ...]:
     """Names of tensors and values that only the checkpoint has."""
     left = set(leaf_paths(tree)) - filling.filled.taken  # at once: there may be very many
     return tuple(sorted(path for path in left if not filling.filled.takes(path)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreOptions:
-    """How a restore is made."""
-
-    strict: bool
-    rng: bool
-    rank: int = 0
-    allow_pickle: bool = False
-    warm: Warm | None = None

@@ -158,6 +158,14 @@ def _recorded(loaded: Mapping[str, Any]) -> set[str]:
     return {name for group in loaded["param_groups"] for name in group["params"]}
 
 
+def _unrecorded(
+    loaded: Mapping[str, Any], numbers: Mapping[str, int], packed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """By name the moments of parameters that were not saved, or not chosen: these keep them."""
+    recorded, own = _recorded(loaded), packed["state"]
+    return {n: own[at] for n, at in numbers.items() if n not in recorded and at in own}
+
+
 def load_optimizer(
     path: str, optimizer: Optimizer, names: Parameters | None, loaded: Any, *, strict: bool
 ) -> None:
@@ -179,12 +187,15 @@ def load_optimizer(
         state = {
             numbers.get(key, key): slots for key, slots in by_name.items() if key not in others
         }
+        stay = _unrecorded(loaded, numbers, packed)
+        state |= {numbers[name]: slots for name, slots in stay.items()}
         matched = _matched(path, optimizer, names, loaded["param_groups"], strict=strict)
         groups = [
             {**mine, **saved, "params": mine["params"]}
             for mine, saved in zip(packed["param_groups"], matched, strict=True)
         ]
-        _load(optimizer, {**loaded, "state": state, "param_groups": groups}, names, by_name)
+        saved_slots = {**by_name, **stay}
+        _load(optimizer, {**loaded, "state": state, "param_groups": groups}, names, saved_slots)
         if whole is not optimizer:
             for outer, inner in zip(whole.param_groups, optimizer.param_groups, strict=True):
                 outer.update({key: value for key, value in inner.items() if key != "params"})

@@ -16,10 +16,12 @@ from torch.optim import Optimizer
 
 from hpstore.checkpoint.state.module_state import free_sizes, module_state
 from hpstore.checkpoint.state.optimizers import (
+    clean_name,
     local_part,
     named_parameters,
     numbered,
     optimizer_tensors,
+    unwrapped,
 )
 from hpstore.checkpoint.state.state_tree import (
     JSON_TYPES,
@@ -96,6 +98,35 @@ class Destinations:
     lists: set[str] = field(default_factory=set)  # replaced as a whole when the lengths differ
     patterns: dict[str, torch.Tensor] = field(default_factory=dict)  # sharded, by their own names
     free: set[str] = field(default_factory=set)  # places that their module may resize
+    arrays: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)  # not read into in place
+    models: dict[str, torch.nn.Module] = field(default_factory=dict)
+    parameters: dict[tuple[str, str], torch.Tensor] = field(
+        default_factory=dict
+    )  # by the path of its optimizer and its name, or number, there
+
+    def stays(self, name: str) -> torch.Tensor:
+        """What the state has in a place, for a restore that leaves it as it is."""
+        if name in self.places:
+            return self.places[name]
+        array = self.arrays[name]
+        native = array.astype(array.dtype.newbyteorder("="), copy=True)
+        return torch.from_numpy(np.ascontiguousarray(native).reshape(array.shape))
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Shape of the tensor or array in a place; None for what decides itself what it takes."""
+        place = self.places.get(name)
+        if place is None:
+            return self.arrays[name].shape if name in self.arrays else None
+        return None if name in self.free else tuple(place.shape)
+
+    def owners(self) -> dict[tuple[str, str], tuple[str, str]]:
+        """By optimizer and name there, the paths of a parameter's model and of itself."""
+        named: dict[torch.Tensor, tuple[str, str]] = {}
+        for path, model in self.models.items() if self.parameters else ():
+            inner = unwrapped(model)
+            for name, parameter in inner.named_parameters():
+                named.setdefault(parameter, (path, join(path, clean_name(inner, name))))
+        return {key: named[p] for key, p in self.parameters.items() if p in named}
 
     def like(self, name: str) -> torch.Tensor | None:
         """What a tensor of this name is sharded like: its Stateful's own, or, for a moment, its
@@ -164,7 +195,10 @@ class _Finder:
             self.found.places[path] = value
         elif isinstance(value, np.ndarray):
             self.found.taken.add(path)
-            self.found.places.update(_array_place(path, value))
+            place = _array_place(path, value)
+            self.found.places.update(place)
+            if not place:
+                self.found.arrays[path] = value
         elif is_stateful(value):
             self.found.taken.add(path)
             self._stateful(path, value)
@@ -191,6 +225,7 @@ class _Finder:
                 self.look_at(where, child)
 
     def _module(self, path: str, model: torch.nn.Module) -> None:
+        self.found.models[path] = model
         entries = module_state(model)
         free = free_sizes(model, entries)
         for name, entry in entries.items():
@@ -213,6 +248,7 @@ class _Finder:
             called = parameters
         for parameter, name in called.items():
             self.found.likes[join(path, f"state/{name}")] = parameter.detach()
+            self.found.parameters[path, str(name)] = parameter
 
     def _stateful(self, path: str, value: Any) -> None:
         """Tensors that are sharded over the ranks have their shards read, each by its rank."""
