@@ -12,8 +12,10 @@ from hpstore.checkpoint.dcp.dcp_stager import Stager
 from hpstore.checkpoint.dcp.storage_reader import SafeLoadPlanner, StorageReader
 from hpstore.checkpoint.dcp.storage_writer import StorageWriter
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.checkpoint.inference import load_model
 from hpstore.checkpoint.ranks.stop_step import Preempted
 from hpstore.checkpoint.restore.fill_state import RestoreReport
+from hpstore.checkpoint.restore.load_options import LoadOptions
 from hpstore.checkpoint.restore.saved_step import SavedStep, SavedTensor
 from hpstore.checkpoint.restore.verify_step import VerifyReport
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
@@ -25,6 +27,7 @@ __all__ = [
     "Checkpointer",
     "ExportReport",
     "ImportReport",
+    "LoadOptions",
     "Manifest",
     "Preempted",
     "RestoreReport",
@@ -41,6 +44,7 @@ __all__ = [
     "VerifyReport",
     "export_checkpoint",
     "import_checkpoint",
+    "load_model",
     "torch_load",
     "torch_save",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +12,7 @@ from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.ranks.collectives import Ranks
 from hpstore.checkpoint.restore.collective_restore import restore_together
 from hpstore.checkpoint.restore.fill_state import RestoreReport
+from hpstore.checkpoint.restore.load_options import LoadOptions, checked_load, model_alone
 from hpstore.checkpoint.restore.restore_plan import RestoreOptions
 from hpstore.checkpoint.restore.saved_step import SavedStep
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
@@ -245,7 +246,14 @@ class Checkpointer(Closing):
     # --- restoring --------------------------------------------------------------------------
 
     @collector_paused()
-    def restore(self, state: State, step: int | None = None, *, strict: bool = True) -> int | None:
+    def restore(
+        self,
+        state: State,
+        step: int | None = None,
+        *,
+        strict: bool = True,
+        load: LoadOptions | None = None,
+    ) -> int | None:
         """Fill `state` from a step, by default the newest valid one. Collective.
 
         The manifest is the template: a freshly built optimizer gets its moments. Names, shapes and
@@ -262,6 +270,8 @@ class Checkpointer(Closing):
         strict
             A recorded name that nothing takes, a wanted one that was not recorded, another shape
             are errors. False loads what fits; `last_restore` lists the rest, one line is logged.
+        load
+            What of the step is loaded, under which names. Default: all of it.
 
         Returns
         -------
@@ -270,13 +280,14 @@ class Checkpointer(Closing):
 
         Raises
         ------
-        CheckpointMismatch
-            State and checkpoint do not fit together. Nothing was changed.
+        CheckpointMismatch, ConfigError
+            State and checkpoint do not fit together; `load` cannot be done. Nothing was changed.
         CheckpointError, IntegrityError, RedundancyError
             Nothing can be read now. The state may be partly filled: restore another step into it.
         """
         self._usable()
         require_state(state)
+        options = checked_load(load)
         self.wait()
         how = RestoreOptions(
             strict=strict,
@@ -284,6 +295,7 @@ class Checkpointer(Closing):
             rank=self._ranks.rank,
             allow_pickle=self.allow_pickle,
             warm=self.saver.memory(),
+            load=options,
         )
         with self._turn.calling("restore()"), self.saver.resting():
             found = restore_together(self._ranks, self._catalog, state, step, how)
@@ -292,6 +304,43 @@ class Checkpointer(Closing):
         manifest, self.last_restore = found
         self.saver.refer_to(manifest)
         return manifest.step
+
+    def load_model(
+        self,
+        model: torch.nn.Module,
+        step: int | None = None,
+        *,
+        name: str = "model",
+        strict: bool = True,
+        load: LoadOptions | None = None,
+    ) -> RestoreReport:
+        """Fill a model alone, as for inference: nothing else of the step is read. Collective.
+
+        Parameters
+        ----------
+        model, step, strict
+            As for restore().
+        name
+            What the model is called in the state of the save.
+        load
+            What of the model is loaded, under which names.
+
+        Returns
+        -------
+        RestoreReport
+            The step, and all names that were loaded or not.
+
+        Raises
+        ------
+        CheckpointMismatch, ConfigError
+            Model and checkpoint do not fit together; an argument is wrong. Nothing was changed.
+        CheckpointError, IntegrityError, RedundancyError
+            There is no checkpoint, or nothing can be read now.
+        """
+        state, options = model_alone(model, name, load)
+        if self.restore(state, step, strict=strict, load=options) is None:
+            raise CheckpointError(f"there is no checkpoint under {self.prefix!r}")
+        return cast(RestoreReport, self.last_restore)
 
     @collector_paused()
     def read(self, step: int) -> SavedStep:

@@ -115,6 +115,7 @@ def _try(
     error: Exception | None = None
     before = lacks_total()
     plan: RestorePlan | None = None
+    manifest: Manifest | None = None
     try:
         if ranks.leads:
             steps.settle(step)
@@ -135,9 +136,9 @@ def _try(
         except Exception as found:  # noqa: BLE001 (as above)
             error = blamed(found, before)
     outcome = _agree(ranks, step, error, None, strict=False).error
-    if outcome is not None or plan is None or done is None:
+    if outcome is not None or manifest is None or done is None:
         return outcome or IntegrityError(f"step {step} was not restored")
-    return plan.manifest, replace(done, unexpected=(*done.unexpected, *agreed.untaken))
+    return manifest, replace(done, unexpected=(*done.unexpected, *agreed.untaken))
 
 
 def _manifest(steps: StepCatalog, step: int, *, listed: bool) -> Manifest:
@@ -169,7 +170,8 @@ def _agree(
     fatal = error is not None and not isinstance(error, _PASSABLE)
     left = plan.untaken if plan is not None else []
     skipped = plan.skipped if plan is not None else {}
-    mine = json.dumps([said, fatal, left, skipped]).encode()
+    choice = plan.choice if plan is not None else ""
+    mine = json.dumps([said, fatal, choice, left, skipped]).encode()
     votes = [json.loads(vote) for vote in ranks.all_gather(mine, RankChannel.TRAINER)]
     if fatal and error is not None:
         raise error
@@ -180,7 +182,12 @@ def _agree(
         return _Agreed(error=error)
     if others:
         return _Agreed(error=IntegrityError(f"step {step} cannot be read on all ranks: {others}"))
-    nobodys = sorted(set[str].intersection(*(set(names) for _, _, names, _ in votes)))
+    if len({theirs for _, _, theirs, *_ in votes}) > 1:
+        raise CheckpointMismatch(
+            f"the ranks differ in what load= chooses of step {step}: give all of them the same "
+            "LoadOptions. Nothing was changed."
+        )
+    nobodys = sorted(set[str].intersection(*(set(names) for *_, names, _ in votes)))
     if strict and nobodys:
         raise CheckpointMismatch(
             f"step {step} holds what no rank takes: {nobodys[:8]}. Nothing was changed; pass "

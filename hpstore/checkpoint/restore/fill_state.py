@@ -14,14 +14,15 @@ import torch
 from hpstore.checkpoint.format.backed_bytes import Backed
 from hpstore.checkpoint.format.items import Item, by_name
 from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
+from hpstore.checkpoint.restore.fit_state import recorded_parameters
 from hpstore.checkpoint.restore.read_items import fill_chunks
 from hpstore.checkpoint.restore.restore_plan import RestoreOptions, RestorePlan
 from hpstore.checkpoint.state.fill_objects import require_shape
 from hpstore.checkpoint.state.scalars import Classes, dtype_name, dtype_named
-from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
+from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, join
 from hpstore.checkpoint.state.targets import State
 from hpstore.checkpoint.state.training_state import apply, check
-from hpstore.checkpoint.state.tree_paths import leaf_paths, of_rank, paths
+from hpstore.checkpoint.state.tree_paths import leaf_paths, of_rank
 from hpstore.checkpoint.state.typed_objects import classes_in
 from hpstore.errors import CheckpointMismatch, IntegrityError
 from hpstore.pool.pool import Pool
@@ -45,7 +46,8 @@ class RestoreReport:
     unexpected: tuple[str, ...]  # recorded, not taken (strict=False)
     half_written: tuple[str, ...] = ()  # missing, and holding parts of a damaged later step
     loaded: tuple[str, ...] = ()  # tensors
-    skipped: Mapping[str, str] = field(default_factory=dict)  # did not fit (strict=False), and why
+    skipped: Mapping[str, str] = field(default_factory=dict)  # not loaded, and why
+    left_out: tuple[str, ...] = ()  # by LoadOptions
 
     def log(self) -> None:
         """One line about what was not loaded, if there is any: a warning."""
@@ -165,7 +167,12 @@ def restore_state(
     loaded: dict[str, Any] = decode_tree(tree, decoding)
     if not isinstance(loaded, dict):
         raise IntegrityError(f"what step {manifest.step} recorded is no state")
-    check(state, loaded, strict=how.strict)
+    strict = how.strict and not how.load.chooses  # names of a part are compared below
+    check(state, loaded, strict=strict)
+    mine = of_rank(tree, how.rank)
+    missing = plan.lacking(mine)
+    if how.strict and how.load.chooses:
+        _require_chosen(filling, plan, mine, missing)
     filling.require_own_memory()
     wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
 
@@ -181,9 +188,7 @@ def restore_state(
     for chunk in wanted:
         if not chunk.tensor.is_inference():
             torch.autograd.graph.increment_version(chunk.tensor)
-    mine = of_rank(tree, how.rank)
-    missing = [n for n in filling.filled.lacking(set(paths(mine))) if not plan.skips(n)]
-    apply(state, loaded, filled=filling.filled, strict=how.strict, rng=how.rng)
+    apply(state, loaded, filled=filling.filled, strict=strict, rng=how.rng)
     filling.filled.take_loaded()
     unexpected = _untaken(filling, mine)
     return RestoreReport(
@@ -196,7 +201,37 @@ def restore_state(
         half_written=tuple(sorted(touched - filling.wanted.keys())),
         loaded=tuple(sorted(filling.wanted)),
         skipped=plan.skipped,
+        left_out=plan.left_out,
     )
+
+
+def _require_chosen(filling: _Filling, plan: RestorePlan, tree: Any, missing: list[str]) -> None:
+    """Raise CheckpointMismatch when chosen names of state and checkpoint differ."""
+    filled = filling.filled
+    recorded = recorded_parameters(tree, filled)
+    untaken = [
+        name
+        for name in _untaken(filling, tree)
+        if not any(name.startswith(f"{o}/") for o in recorded)
+    ]
+    untaken += [
+        join(path, f"state/{name}")
+        for path, names in recorded.items()
+        for name in names
+        if (path, name) not in filled.parameters
+    ]
+    absent = [
+        join(path, f"state/{name}")
+        for path, name in filled.parameters
+        if path in recorded and name not in recorded[path]
+    ]
+    missing = missing + [name for name in absent if plan.wants(name)]
+    if untaken or missing:
+        raise CheckpointMismatch(
+            f"state and step {plan.manifest.step} differ in what was chosen: recorded but not "
+            f"taken {sorted(untaken)[:8]}, wanted but not recorded {sorted(missing)[:8]}. Nothing "
+            "was changed. Pass strict=False to load what fits."
+        )
 
 
 def _untaken(filling: _Filling, tree: Any) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from hpstore.checkpoint.state.fill_objects import require_shape
 from hpstore.checkpoint.state.scalars import TAG
 from hpstore.checkpoint.state.state_tree import is_plain, join
 from hpstore.checkpoint.state.targets import Destinations
-from hpstore.checkpoint.state.tree_paths import children
+from hpstore.checkpoint.state.tree_paths import children, leaves
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 _GONE = object()
@@ -166,3 +166,13 @@ def groups_without(groups: list[Json], gone: Collection[str]) -> list[Json]:
         elif some := [name for name in params if type(name) is not str or name not in gone]:
             kept.append({**group, "params": some})
     return kept
+
+
+def recorded_parameters(tree: Json, filled: Destinations) -> dict[str, set[str]]:
+    """Names of the parameters in the recorded groups of the state's optimizers, by path."""
+    found: dict[str, set[str]] = {}
+    for leaf in leaves(tree):
+        path, _, last = leaf.path.rpartition("/param_groups/")
+        if path in filled.optimizers and last.endswith("/params") and isinstance(leaf.node, list):
+            found.setdefault(path, set()).update(map(str, leaf.node))
+    return found

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import by_name
+from hpstore.checkpoint.restore.chosen_names import Choice, choose
 from hpstore.checkpoint.restore.fit_state import Trim, misfits, unfollowed
+from hpstore.checkpoint.restore.load_options import LoadOptions, NameFilter
 from hpstore.checkpoint.restore.rank_subset import pruned
 from hpstore.checkpoint.restore.read_items import Warm
 from hpstore.checkpoint.state.state_tree import join, tensor_names
 from hpstore.checkpoint.state.targets import Destinations, State, destinations
+from hpstore.checkpoint.state.tree_paths import paths
+from hpstore.format.checksum import digest128
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 
@@ -26,27 +31,38 @@ class RestoreOptions:
     rank: int = 0
     allow_pickle: bool = False
     warm: Warm | None = None
+    load: LoadOptions = field(default_factory=LoadOptions)
 
 
 @dataclass(slots=True, kw_only=True)
 class RestorePlan:
     """A step as one rank will load it."""
 
-    manifest: Manifest
+    manifest: Manifest  # as if saved under the names of the state
     tree: Json
     filled: Destinations
     shapes: Mapping[str, tuple[int, ...]]  # of all recorded tensors, by the names of the state
+    chosen: NameFilter
+    left_out: tuple[str, ...] = ()  # by the options
+    choice: str = ""  # a digest of what the options choose, "" for all
     untaken: list[str] = field(default_factory=list)  # names that this rank's objects lack
     skipped: dict[str, str] = field(default_factory=dict)  # with the reason
     kept: set[str] = field(default_factory=set)  # tensors in lists that stay as they are
 
-    def skips(self, name: str) -> bool:
-        """Whether a name, or the moments that it belongs to, is skipped."""
-        return name in self.skipped or name.rpartition("/")[0] in self.skipped
+    def wants(self, name: str) -> bool:
+        """Whether a name of the state was chosen, and neither it nor the moments that it belongs to
+        are skipped."""
+        if name in self.skipped or name.rpartition("/")[0] in self.skipped:
+            return False
+        return self.chosen.lets(name)
+
+    def lacking(self, tree: Json) -> list[str]:
+        """What is wanted and not recorded in a tree."""
+        return [name for name in self.filled.lacking(set(paths(tree))) if self.wants(name)]
 
     def skip(self, others: Mapping[str, str], how: RestoreOptions) -> None:
         """Leave out what does not fit here, or on another rank, and the moments that go with it."""
-        if how.strict:
+        if how.strict and not how.load.chooses:
             return
         self.skipped |= others
         names = tensor_names(self.tree, rank=how.rank)
@@ -65,16 +81,26 @@ def plan_restore(
 ) -> RestorePlan:
     """What fits `state`. Nothing is changed, no tensor is read. `several`: other ranks take what
     this one's objects lack."""
-    tree, untaken = pruned(manifest.tree, state) if several else (manifest.tree, [])
-    items = by_name(manifest.items)
+    choice = choose(manifest, how.load)
+    tree, untaken = pruned(choice.manifest.tree, state) if several else (choice.manifest.tree, [])
+    items = by_name(choice.manifest.items)
     filled = destinations(state, how.rank, items.keys())
     plan = RestorePlan(
-        manifest=manifest,
+        manifest=choice.manifest,
         tree=tree,
         filled=filled,
-        shapes={name: stored[0].shape for name, stored in items.items()},
+        shapes=choice.shapes,
+        chosen=NameFilter(how.load),
+        left_out=choice.left_out,
+        choice=_digest(choice) if how.load.chooses else "",
         untaken=untaken,
     )
     if not how.strict:
         plan.skipped = misfits(tensor_names(tree, rank=how.rank), items, filled)
     return plan
+
+
+def _digest(choice: Choice) -> str:
+    """The same on ranks that choose the same names."""
+    names = [choice.left_out, [(item.name, item.digest) for item in choice.manifest.items]]
+    return digest128(json.dumps(names).encode()).hex()
