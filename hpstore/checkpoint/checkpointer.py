@@ -379,6 +379,7 @@ class Checkpointer(Closing):
         keys: Collection[str] | None = None,
         *,
         map_location: str | torch.device | None = None,
+        load: LoadOptions | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read tensors of a step by name: `read(step).tensors(keys)`. Not collective.
 
@@ -390,6 +391,8 @@ class Checkpointer(Closing):
             Names, or prefixes of names at a slash. Default: all tensors.
         map_location
             The device that the tensors are made on. Default: the host.
+        load
+            Under which names, in which dtype, and which of them; `keys` are of the new names.
 
         Returns
         -------
@@ -398,12 +401,12 @@ class Checkpointer(Closing):
 
         Raises
         ------
-        CheckpointError
-            There is no such step, or it holds nothing under one of `keys`.
+        CheckpointError, ConfigError
+            There is no such step, or it holds nothing under one of `keys`; `load` cannot be done.
         IntegrityError, RedundancyError
             Bytes cannot be read.
         """
-        return self.read(step).tensors(keys, map_location=map_location)
+        return self.read(step).tensors(keys, map_location=map_location, load=load)
 
     # --- committed steps, in short --------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from hpstore.checkpoint.catalog.writer_fence import fence_key, here
 from hpstore.checkpoint.convert import dcp_directories
 from hpstore.checkpoint.convert.safetensors_files import DTYPES, read_safetensors
 from hpstore.checkpoint.format.items import Box, Item, whole
-from hpstore.checkpoint.restore import saved_step, tensor_stream
+from hpstore.checkpoint.restore import tensor_stream, whole_tensors
 from hpstore.checkpoint.state.state_tree import CollectedTensors, encode_tree
 from hpstore.checkpoint.state.tree_paths import leaves, only_branch, stripped, subtree
 from hpstore.cli.checkpoint_tables import described
@@ -263,7 +263,7 @@ def test_a_failed_export_leaves_what_was_there(
     if force:
         export(pool, place / "out", format=kind)
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
-    read = saved_step.load_tensors
+    read = whole_tensors.load_tensors
 
     def failing(pool: Any, manifest: Any, names: Any, device: Any) -> Any:
         if "m/b" in names:

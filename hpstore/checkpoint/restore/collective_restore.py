@@ -121,6 +121,8 @@ def _try(
             steps.settle(step)
         manifest = _manifest(steps, step, listed=listed)
         plan = plan_restore(manifest, state, how, several=ranks.world > 1)
+        plan.transform(steps.pool, how)
+        plan.find_misfits(how)
     except Exception as found:  # noqa: BLE001 (told to the other ranks, then raised)
         error = blamed(found, before)
     agreed = _Agreed(skipped=plan.skipped if plan is not None else {})

@@ -6,10 +6,9 @@ optimizer never gets moments of values that its parameter did not get.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.state.fill_objects import require_shape
 from hpstore.checkpoint.state.scalars import TAG
 from hpstore.checkpoint.state.state_tree import is_plain, join
@@ -22,22 +21,22 @@ _TENSORS = ("tensor", "ndarray")
 
 
 def misfits(
-    names: Iterable[str], items: Mapping[str, Sequence[Item]], filled: Destinations
+    names: Iterable[str], shapes: Mapping[str, tuple[int, ...]], filled: Destinations
 ) -> dict[str, str]:
     """Names of recorded tensors whose shapes differ from those in the state, with both shapes."""
     found = {}
     for name in names:
-        wanted, stored = filled.shape(name), items.get(name)
-        if wanted is None or not stored:
+        wanted, saved = filled.shape(name), shapes.get(name)
+        if wanted is None or saved is None:
             continue
         if name in filled.places:
             require_shape(name, filled.places[name])
-        if stored[0].shape != wanted:
-            found[name] = f"{stored[0].shape} was saved, {wanted} is wanted"
+        if saved != wanted:
+            found[name] = f"{saved} was saved, {wanted} is wanted"
     return found
 
 
-Moments = Mapping[tuple[str, str], str]  # by optimizer and parameter: why they are not loaded
+Moments = dict[tuple[str, str], str]  # by optimizer and parameter: why they are not loaded
 
 
 def unfollowed(
@@ -65,6 +64,30 @@ def unfollowed(
         left_alone = model in models and name in filled.places and name not in loaded
         if name in skipped or left_alone or differs:
             found[key] = "its parameter was not loaded"
+    return found
+
+
+def untransformed(
+    names: Collection[str],
+    saved: Mapping[str, tuple[int, ...]],
+    made: Mapping[str, tuple[int, ...]],
+    filled: Destinations,
+) -> Moments:
+    """Moments that stayed as they were saved while their parameter was transformed. `made`: the
+    shapes of what was transformed."""
+    found: Moments = {}
+    if not made:
+        return found
+    slots: dict[str, list[str]] = {}
+    for name in names:
+        slots.setdefault(name.rpartition("/")[0], []).append(name)
+    for key, (_, name) in filled.owners().items():
+        below = [n for n in slots.get(join(key[0], f"state/{key[1]}"), []) if saved[n]]
+        turned = name in made and made[name] != saved[name]
+        if name in made and any(
+            slot not in made or (turned and made[slot] == saved[name]) for slot in below
+        ):
+            found[key] = "its parameter was transformed, and they were not"
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from hpstore.checkpoint.restore.name_patterns import (
     checked_patterns,
 )
 from hpstore.errors import ConfigError
+
+Transform = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,14 @@ class LoadOptions:
         means all that is under it at a slash, too: "model". Default: all.
     exclude
         Patterns of names not to load, though they are included.
+    cast
+        True: give tensors of other floating (or complex) dtypes to those of the state, rounded to
+        their dtype; moments that had their parameter's dtype get its new one. Where no state is
+        filled (load, tensors): the dtype of what floats. False: another dtype is an error.
+    transform
+        A function of a name and a tensor on the host, which is its own; it returns what is loaded
+        instead, of any shape that fits. Or such functions by patterns. Each rank reads these
+        tensors whole and keeps them in memory until all are ready.
 
     Raises
     ------
@@ -46,6 +56,8 @@ class LoadOptions:
     rename: Renaming | None = None
     include: Collection[str] | str | None = None
     exclude: Collection[str] | str | None = None
+    cast: bool | torch.dtype = False
+    transform: Transform | Mapping[str, Transform] | None = None
 
     def __post_init__(self) -> None:
         if self.rename is not None:
@@ -53,11 +65,34 @@ class LoadOptions:
         for word in ("include", "exclude"):
             if getattr(self, word) is not None:
                 checked_patterns(word, getattr(self, word))
+        if type(self.cast) is not bool and not isinstance(self.cast, torch.dtype):
+            raise ConfigError(f"cast must be True, False or a dtype, not {self.cast!r}")
+        if isinstance(self.cast, torch.dtype) and not self.cast.is_floating_point:
+            raise ConfigError(f"cast must be a dtype of floating point, not {self.cast}")
+        if self.transform is not None:
+            _check_transform(self.transform)
 
     @property
     def chooses(self) -> bool:
         """Whether names are changed or left out."""
         return any(part is not None for part in (self.rename, self.include, self.exclude))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether names of state and step may differ by it: moments go with what is transformed."""
+        return self.chooses or self.transform is not None
+
+
+def _check_transform(value: object) -> None:
+    """Raise ConfigError for what is neither a function nor functions by patterns."""
+    calls = list(value.values()) if isinstance(value, Mapping) else [value]
+    if not calls or not all(map(callable, calls)):
+        raise ConfigError(
+            "transform must be a function of a name and a tensor, or such functions by patterns, "
+            f"not {value!r}"
+        )
+    if isinstance(value, Mapping):
+        checked_patterns("transform", list(value))
 
 
 class NameFilter:
@@ -82,14 +117,21 @@ def _globs(word: str, patterns: Collection[str] | str | None) -> Globs | None:
     return None if patterns is None else Globs(checked_patterns(word, patterns))
 
 
-def checked_load(load: object) -> LoadOptions:
-    """`load`, by default the defaults. Raises ConfigError for anything else."""
+def checked_load(load: object, *, into_state: bool = True) -> LoadOptions:
+    """`load`, by default the defaults. `into_state`: for tensors that are there, and have dtypes.
+    Raises ConfigError for anything else."""
     if load is None:
         return LoadOptions()
     if not isinstance(load, LoadOptions):
         raise ConfigError(
             f"load= takes LoadOptions(...), not a {type(load).__name__}. Nothing was changed."
         )
+    if into_state and isinstance(load.cast, torch.dtype):
+        raise ConfigError(
+            f"cast={load.cast}: the state says the dtypes, give cast=True. Nothing was changed."
+        )
+    if not into_state and load.cast is True:
+        raise ConfigError("cast=True: there is no state that says a dtype, give one")
     return load
 
 

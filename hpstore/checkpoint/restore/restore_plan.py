@@ -7,17 +7,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import by_name
 from hpstore.checkpoint.restore.chosen_names import Choice, choose
-from hpstore.checkpoint.restore.fit_state import Trim, misfits, unfollowed
+from hpstore.checkpoint.restore.fit_state import Trim, misfits, unfollowed, untransformed
 from hpstore.checkpoint.restore.load_options import LoadOptions, NameFilter
 from hpstore.checkpoint.restore.rank_subset import pruned
 from hpstore.checkpoint.restore.read_items import Warm
+from hpstore.checkpoint.restore.transformed_tensors import transformed
 from hpstore.checkpoint.state.state_tree import join, tensor_names
 from hpstore.checkpoint.state.targets import Destinations, State, destinations
 from hpstore.checkpoint.state.tree_paths import paths
 from hpstore.format.checksum import digest128
+from hpstore.pool.pool import Pool
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 
@@ -48,6 +52,7 @@ class RestorePlan:
     untaken: list[str] = field(default_factory=list)  # names that this rank's objects lack
     skipped: dict[str, str] = field(default_factory=dict)  # with the reason
     kept: set[str] = field(default_factory=set)  # tensors in lists that stay as they are
+    ready: dict[str, torch.Tensor] = field(default_factory=dict)  # transformed, on the host
 
     def wants(self, name: str) -> bool:
         """Whether a name of the state was chosen, and neither it nor the moments that it belongs to
@@ -60,13 +65,34 @@ class RestorePlan:
         """What is wanted and not recorded in a tree."""
         return [name for name in self.filled.lacking(set(paths(tree))) if self.wants(name)]
 
+    def transform(self, pool: Pool, how: RestoreOptions) -> None:
+        """Read and change what the options transform, before the first tensor is filled."""
+        if how.load.transform is None:
+            return
+        names = tensor_names(self.tree, rank=how.rank)
+        self.ready = transformed(pool, self.manifest, names, how.load.transform, how.warm)
+
+    def find_misfits(self, how: RestoreOptions) -> None:
+        """Which tensors do not fit: they are skipped, unless that is an error."""
+        if not how.strict:
+            names = tensor_names(self.tree, rank=how.rank)
+            self.skipped = misfits(names, self.made_shapes(), self.filled)
+
+    def made_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what is loaded, by name."""
+        return {**self.shapes, **self._ready_shapes()}
+
+    def _ready_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.ready.items()}
+
     def skip(self, others: Mapping[str, str], how: RestoreOptions) -> None:
         """Leave out what does not fit here, or on another rank, and the moments that go with it."""
-        if how.strict and not how.load.chooses:
+        if how.strict and not how.load.chooses and not self.ready:
             return
         self.skipped |= others
         names = tensor_names(self.tree, rank=how.rank)
-        moments = unfollowed(names, self.skipped, self.shapes, self.filled)
+        moments = unfollowed(names, self.skipped, self.made_shapes(), self.filled)
+        moments |= untransformed(names, self.shapes, self._ready_shapes(), self.filled)
         trim = Trim(self.skipped, moments)
         self.tree = trim.tree(self.tree)
         self.kept = trim.kept
@@ -85,7 +111,7 @@ def plan_restore(
     tree, untaken = pruned(choice.manifest.tree, state) if several else (choice.manifest.tree, [])
     items = by_name(choice.manifest.items)
     filled = destinations(state, how.rank, items.keys())
-    plan = RestorePlan(
+    return RestorePlan(
         manifest=choice.manifest,
         tree=tree,
         filled=filled,
@@ -95,9 +121,6 @@ def plan_restore(
         choice=_digest(choice) if how.load.chooses else "",
         untaken=untaken,
     )
-    if not how.strict:
-        plan.skipped = misfits(tensor_names(tree, rank=how.rank), items, filled)
-    return plan
 
 
 def _digest(choice: Choice) -> str:

@@ -12,9 +12,13 @@ import torch
 from hpstore.checkpoint.format.backed_bytes import LARGE_BYTES, Backed
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import Item, by_name, whole
-from hpstore.checkpoint.format.segment_plan import Chunk, chunks_of
-from hpstore.checkpoint.restore.fill_state import fresh
+from hpstore.checkpoint.format.segment_plan import Chunk
+from hpstore.checkpoint.restore.chosen_names import choose
+from hpstore.checkpoint.restore.fresh_memory import fresh
+from hpstore.checkpoint.restore.load_options import LoadOptions, checked_load
 from hpstore.checkpoint.restore.read_items import Warm, fill_chunks
+from hpstore.checkpoint.restore.transformed_tensors import transformed
+from hpstore.checkpoint.restore.whole_tensors import load_tensors
 from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
 from hpstore.errors import CheckpointError
@@ -30,27 +34,6 @@ def names_under(names: Collection[str], keys: Collection[str] | None, step: int)
     absent = [k for k in keys if not any(n == k or n.startswith(f"{k}/") for n in found)]
     if absent:
         raise CheckpointError(f"step {step} holds no {absent}")
-    return found
-
-
-def load_tensors(
-    pool: Pool,
-    manifest: Manifest,
-    names: Collection[str],
-    device: torch.device | None,
-    warm: Warm | None = None,
-) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, in fresh memory that the caller owns."""
-    stored = by_name(manifest.items)
-    found, wanted = {}, []
-    backed = Backed(pool, manifest.segments)
-    for name in names:
-        backed.require(name, stored[name])
-        item = stored[name][0]
-        tensor = fresh(item.shape, dtype_named(item.dtype), device)
-        found[name] = tensor
-        wanted += chunks_of(name, tensor)
-    fill_chunks(pool, manifest.segments, manifest.items, wanted, warm)
     return found
 
 
@@ -158,6 +141,7 @@ class SavedStep(Mapping[str, SavedTensor]):
         keys: Collection[str] | None = None,
         *,
         map_location: str | torch.device | None = None,
+        load: LoadOptions | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read whole tensors, without a model.
 
@@ -167,6 +151,8 @@ class SavedStep(Mapping[str, SavedTensor]):
             Names, or prefixes of names at a slash. Default: all tensors.
         map_location
             The device that the tensors are made on. Default: the host.
+        load
+            Under which names, in which dtype, and which of them; `keys` are of the new names.
 
         Returns
         -------
@@ -175,14 +161,24 @@ class SavedStep(Mapping[str, SavedTensor]):
 
         Raises
         ------
-        CheckpointError
-            The step holds nothing under one of `keys`.
+        CheckpointError, ConfigError
+            The step holds nothing under one of `keys`; `load` cannot be done.
         IntegrityError, RedundancyError
             Bytes cannot be read.
         """
-        names = names_under(self._items, keys, self.manifest.step)
+        options = checked_load(load, into_state=False)
+        manifest = choose(self.manifest, options).manifest
+        names = names_under(by_name(manifest.items), keys, manifest.step)
         device = torch.device(map_location) if map_location is not None else None
-        return load_tensors(self._pool, self.manifest, names, device, self._warm)
+        cast = options.cast if isinstance(options.cast, torch.dtype) else None
+        if options.transform is None:
+            return load_tensors(self._pool, manifest, names, device, self._warm, cast=cast)
+        changed = transformed(self._pool, manifest, names, options.transform, self._warm)
+        others = [name for name in names if name not in changed]
+        found = load_tensors(self._pool, manifest, others, device, self._warm, cast=cast)
+        for name, tensor in changed.items():
+            found[name] = tensor.to(device, cast if tensor.is_floating_point() else None)
+        return {name: found[name] for name in names}
 
     @collector_paused()
     def tree(self, *, map_location: str | torch.device | None = None) -> dict[str, Any]:

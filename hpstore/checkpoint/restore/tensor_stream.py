@@ -8,7 +8,7 @@ import torch
 
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import Item, by_name
-from hpstore.checkpoint.restore.saved_step import load_tensors
+from hpstore.checkpoint.restore.whole_tensors import load_tensors
 from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.errors import CheckpointError
 from hpstore.pool.pool import Pool
