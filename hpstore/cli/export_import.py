@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,9 @@ from hpstore.cli.output import emit_json
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.units import GIB, format_bytes
+
+if TYPE_CHECKING:
+    from hpstore.checkpoint import ExportReport
 
 Format = Annotated[
     str | None, typer.Option("--format", help="safetensors, torch or dcp (default: by the name)")
@@ -32,8 +36,18 @@ def export(
     strip: Annotated[
         str | None, typer.Option("--strip", help="take this path off the names, such as model/")
     ] = None,
-    max_shard: Annotated[int, size_option("largest safetensors file in a folder", "5GiB")] = 5
-    * GIB,
+    max_shard: Annotated[
+        int,
+        size_option(
+            "largest safetensors file in a folder", "5GiB", "--max-shard", "--max-shard-size"
+        ),
+    ] = 5 * GIB,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="bf16, fp16 or fp32, of floats that are wider")
+    ] = None,
+    model_only: Annotated[
+        bool, typer.Option("--model-only", help="the model, no optimizer and nothing else")
+    ] = False,
     rank: Annotated[int, typer.Option(min=0, help="whose values, where each rank has its own")] = 0,
     yes: Yes = False,
     as_json: Json = False,
@@ -56,23 +70,34 @@ def export(
             keys=keys,
             strip=strip,
             max_shard_bytes=max_shard,
+            dtype=dtype,
+            model_only=model_only,
             rank=rank,
             force=replaces,
             progress=bar.of_bytes,
         )
     if as_json:
         emit_json(report.as_dict())
-        return
+    else:
+        _say(report, dtype)
+
+
+def _say(report: ExportReport, dtype: str | None) -> None:
+    """What was written, for people."""
     sys.stdout.write(
         f"step {report.step} as {report.format}: {report.tensors} tensors, "
         f"{format_bytes(report.bytes)} in {len(report.files)} files at {report.path}\n"
     )
+    if report.cast:
+        sys.stdout.write(f"cast to {dtype}: {_some(report.cast, 'tensors')}\n")
     if report.left_out:
-        more = ", ..." if len(report.left_out) > _SHOWN else ""
-        sys.stdout.write(
-            f"left out {len(report.left_out)} entries: {', '.join(report.left_out[:_SHOWN])}"
-            f"{more} (all of them: --json)\n"
-        )
+        sys.stdout.write(f"left out {_some(report.left_out, 'entries')}\n")
+
+
+def _some(names: Sequence[str], word: str) -> str:
+    """How many, and the first of them."""
+    more = ", ..." if len(names) > _SHOWN else ""
+    return f"{len(names)} {word}: {', '.join(names[:_SHOWN])}{more} (all of them: --json)"
 
 
 def import_(

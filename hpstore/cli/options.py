@@ -45,10 +45,10 @@ def parse_size(text: str | int) -> int:
     return size
 
 
-def size_option(text: str, default: str | None = None) -> OptionInfo:
-    """An option of bytes. `default`: what --help shows for it."""
+def size_option(text: str, default: str | None = None, *names: str) -> OptionInfo:
+    """An option of bytes. `default`: what --help shows for it. `names`: when it has several."""
     option: OptionInfo = typer.Option(
-        parser=parse_size, metavar="SIZE", help=text, show_default=default or False
+        *names, parser=parse_size, metavar="SIZE", help=text, show_default=default or False
     )
     return option
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.convert import dcp_directories, safetensors_files
 from hpstore.checkpoint.convert.atomic_files import published
+from hpstore.checkpoint.convert.export_choices import export_dtype, model_keys, narrowed, rounded
 from hpstore.checkpoint.convert.safetensors_files import INDEX, NAMES, TensorEntry
 from hpstore.checkpoint.convert.torch_files import write_torch_file
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
+from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress, TensorStream
 from hpstore.checkpoint.state.scalars import dtype_named
 from hpstore.checkpoint.state.targets import RNG_KEY
@@ -52,9 +55,10 @@ class ExportReport:
     path: str
     files: tuple[str, ...]
     tensors: int
-    bytes: int  # of tensors
+    bytes: int  # of tensors, as they were written
     left_out: tuple[str, ...]
     seconds: float
+    cast: tuple[str, ...] = ()  # tensors that were written in another dtype
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -69,6 +73,16 @@ class _Chosen:
     tree: Any  # Any: JSON, see outline.py
     prefix: str  # stripped from names
     left_out: tuple[str, ...]
+    dtype: torch.dtype | None = None  # of floats that are wider
+    kind: str = FORMATS[0]
+
+    def written_dtype(self, item: Item) -> torch.dtype:
+        """What a tensor is written as."""
+        return narrowed(dtype_named(item.dtype), self.dtype)
+
+    def placeholder(self, item: Item, device: str | None = None) -> torch.Tensor:
+        """A tensor without values in the place of one that is written later."""
+        return torch.empty(item.shape, dtype=self.written_dtype(item), device=device)
 
     @property
     def names(self) -> list[str]:
@@ -90,6 +104,8 @@ def export_checkpoint(
     keys: Collection[str] | None = None,
     strip: str | None = None,
     max_shard_bytes: int | str = SHARD_BYTES,
+    dtype: str | torch.dtype | None = None,
+    model_only: bool = False,
     rank: int = 0,
     force: bool = False,
     progress: ByteProgress | None = None,
@@ -109,6 +125,10 @@ def export_checkpoint(
         that of the one subtree which holds all tensors; slashes become dots).
     max_shard_bytes
         Of one safetensors file in a folder, unless a tensor is larger: a number or "5GB".
+    dtype
+        "bf16", "fp16" or "fp32": wider floating tensors are rounded to it. All others stay.
+    model_only
+        Export the model alone: what is called "model", or has an optimizer's parameters.
     rank, force, progress
         Whose values are exported of those kept by rank; replace what is there; called with bytes.
 
@@ -127,18 +147,42 @@ def export_checkpoint(
     kind = _format(format, path, target)
     shard_bytes = parse_bytes(max_shard_bytes)
     manifest = StepCatalog(pool, prefix).manifest(step)
+    keys = model_keys(manifest.tree, keys, model_only=model_only)
     chosen = _choose(manifest, kind, keys, strip, rank)
-    stream = TensorStream(pool, manifest, _order(kind, chosen, shard_bytes, path), progress)
+    chosen = replace(chosen, dtype=export_dtype(dtype), kind=kind)
+    return _exported(pool, path, chosen, shard_bytes, force, progress, began)
+
+
+def _exported(
+    pool: Pool,
+    path: Path,
+    chosen: _Chosen,
+    shard_bytes: int,
+    force: bool,
+    progress: ByteProgress | None,
+    began: float,
+) -> ExportReport:
+    """Write what was chosen."""
+    manifest, kind = chosen.manifest, chosen.kind
+    items = {item.name: item for item in manifest.items}
+
+    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return rounded(name, tensor, chosen.written_dtype(items[name]))
+
+    order = _order(kind, chosen, shard_bytes, path)
+    stream = TensorStream(pool, manifest, order, progress, cast)
     files = _write(kind, path, chosen, stream, force, shard_bytes)
+    written = {name: chosen.written_dtype(items[name]) for name in chosen.names}
     return ExportReport(
-        step=step,
+        step=manifest.step,
         format=kind,
         path=str(path),
         files=tuple(files),
-        tensors=len(chosen.names),
-        bytes=stream.total_bytes,
+        tensors=len(written),
+        bytes=sum(prod(items[n].shape) * made.itemsize for n, made in written.items()),
         left_out=chosen.left_out,
         seconds=time.perf_counter() - began,
+        cast=tuple(n for n, made in written.items() if made != dtype_named(items[n].dtype)),
     )
 
 
@@ -220,7 +264,8 @@ def _entries(chosen: _Chosen) -> list[TensorEntry]:
     found: dict[str, TensorEntry] = {}
     for name in chosen.names:
         item = items[name]
-        if item.dtype not in NAMES:
+        dtype = str(chosen.written_dtype(item)).removeprefix("torch.")
+        if dtype not in NAMES:
             raise CheckpointError(
                 f"{name!r} is {item.dtype}, which safetensors cannot hold; export it as torch or "
                 "dcp, or choose other parts with keys"
@@ -231,9 +276,9 @@ def _entries(chosen: _Chosen) -> list[TensorEntry]:
                 f"{name!r} and {found[short].source!r} would both be called {short!r}; choose one "
                 "with keys"
             )
-        size = torch.Size(item.shape).numel() * dtype_named(item.dtype).itemsize
+        size = prod(item.shape) * dtype_named(dtype).itemsize
         found[short] = TensorEntry(
-            name=short, source=name, dtype=item.dtype, shape=item.shape, nbytes=size
+            name=short, source=name, dtype=dtype, shape=item.shape, nbytes=size
         )
     if not found:
         raise CheckpointError(f"nothing chosen of step {chosen.manifest.step} is a tensor")
@@ -277,8 +322,7 @@ def _to_torch(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) ->
 
     def placeholder(name: str) -> torch.Tensor:
         names.append(name)
-        item = stream.item(name)
-        return torch.empty(item.shape, dtype=dtype_named(item.dtype))
+        return chosen.placeholder(stream.item(name))
 
     state = plain(chosen.tree, placeholder)
     with published(path, directory=False, force=force, ours=_any_name) as part:
@@ -290,8 +334,7 @@ def _to_dcp(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) -> l
     names: dict[int, str] = {}
 
     def placeholder(name: str) -> torch.Tensor:
-        item = stream.item(name)
-        made = torch.empty(item.shape, dtype=dtype_named(item.dtype), device="meta")
+        made = chosen.placeholder(stream.item(name), "meta")
         names[id(made)] = name
         return made
 

@@ -22,18 +22,23 @@ class TensorStream:
     """Tensors of a step in a known order. At most GROUP_BYTES, or one tensor, are in memory.
 
     Every block is verified by the pool and every item by its hash; take() raises IntegrityError,
-    RedundancyError.
+    RedundancyError. `change`: what is done to each tensor on its way.
     """
 
     def __init__(
-        self, pool: Pool, manifest: Manifest, names: Sequence[str], progress: ByteProgress | None
+        self,
+        pool: Pool,
+        manifest: Manifest,
+        names: Sequence[str],
+        progress: ByteProgress | None,
+        change: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._pool, self._manifest, self._progress = pool, manifest, progress
         self._items = by_name(manifest.items)
         absent = [name for name in names if name not in self._items]
         if absent:
             raise CheckpointError(f"step {manifest.step} refers to {absent[:4]} but holds none")
-        self._names = list(names)
+        self._names, self._change = list(names), change
         self._place = {name: n for n, name in enumerate(self._names)}
         self._read: dict[str, torch.Tensor] = {}
         self._done = 0
@@ -56,7 +61,7 @@ class TensorStream:
         self._done += self.nbytes(name)
         if self._progress is not None:
             self._progress(self._done, self.total_bytes)
-        return found
+        return found if self._change is None else self._change(name, found)
 
     def _group(self, first: int) -> list[str]:
         group, total = [self._names[first]], self.nbytes(self._names[first])
