@@ -1,7 +1,8 @@
-"""Byte units: constants, parsing, formatting, exact and ceiling division."""
+"""Units of bytes and of time: constants, parsing, formatting, exact and ceiling division."""
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from decimal import Decimal
@@ -29,6 +30,16 @@ _FACTORS = {
     "tib": GIB * KIB,
     "tb": 1000**4,
 }
+_SECONDS = {
+    "": 1.0,
+    "s": 1.0,
+    "sec": 1.0,
+    "m": 60.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+    "w": 7 * 86400.0,
+}
 
 
 def div_ceil(value: int, divisor: int) -> int:
@@ -55,6 +66,34 @@ def parse_bytes(text: str | int) -> int:
         raise ConfigError(f"{text!r} is not a number of bytes; write for example 64MiB or 10GB")
     factor = _FACTORS[match.group(2).lower()]
     return int(Decimal(match.group(1)) * factor)
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds in `text`: "90s", "30min" (or "30m"), "12h", "7d", "2w", "90". Raises ConfigError."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match.group(2).lower() not in _SECONDS:
+        raise ConfigError(f"{text!r} is not a span of time; write for example 30min, 12h or 7d")
+    return float(match.group(1)) * _SECONDS[match.group(2).lower()]
+
+
+def seconds_argument(name: str, value: object) -> float:
+    """A span of time that a caller gave as the argument `name`: seconds, or text for
+    parse_seconds().
+
+    Raises ConfigError, which names the argument, for anything else and for what is not above 0.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_seconds(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(
+            f'{name} is {value!r}, a {type(value).__name__}: give seconds, or text such as "7d"'
+        )
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {value!r}: a span of time above 0 is needed")
+    return float(value)
 
 
 def bytes_argument(name: str, value: int | str, *, least: int = 0) -> int:
@@ -103,3 +142,11 @@ def format_bytes(count: float) -> str:
 def format_seconds(seconds: float) -> str:
     """What a call took, three figures: milliseconds below a second."""
     return f"{seconds:.3g} s" if seconds >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def format_span(seconds: float) -> str:
+    """A span of time for people, in its largest unit: 45 s, 12.0 min, 3.5 h, 9.1 d."""
+    for name, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} s"

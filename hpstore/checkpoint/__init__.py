@@ -3,7 +3,7 @@
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
-from hpstore.checkpoint.catalog.retention import Best
+from hpstore.checkpoint.catalog.retention import Best, RetentionRule, StepDecision
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.export import ExportReport, export_checkpoint
 from hpstore.checkpoint.convert.import_files import ImportReport, import_checkpoint
@@ -31,6 +31,7 @@ __all__ = [
     "Manifest",
     "Preempted",
     "RestoreReport",
+    "RetentionRule",
     "SafeLoadPlanner",
     "SaveHandle",
     "SaveOptions",
@@ -38,6 +39,7 @@ __all__ = [
     "SavedStep",
     "SavedTensor",
     "Stager",
+    "StepDecision",
     "Steps",
     "StorageReader",
     "StorageWriter",

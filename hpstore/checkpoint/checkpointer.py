@@ -29,6 +29,7 @@ from hpstore.errors import CheckpointError
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.collector_pause import collector_paused
+from hpstore.units import seconds_argument
 
 ALONE = "alone"  # as a group: this process saves for itself
 _CLOSE_SECONDS = 60.0  # close() waits so long for a call of another thread
@@ -59,6 +60,8 @@ class Checkpointer(Closing):
     keep_best
         Besides, the best steps by a metric of save(metrics=) stay: "min:loss", "max:acc", or a
         Best for several of them.
+    keep_for
+        Besides, steps younger than this stay: seconds, or text such as "12h" or "7d".
     rng
         Save and restore the states of the random generators of Python, numpy, torch and CUDA, by
         rank.
@@ -90,6 +93,7 @@ class Checkpointer(Closing):
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: Best | str | None = None,
+        keep_for: float | str | None = None,
         rng: bool = True,
         group: Any = None,  # Any: torch's process groups have no public type
         allow_pickle: bool = False,
@@ -98,7 +102,10 @@ class Checkpointer(Closing):
     ) -> None:
         options = checked_options(pool, save)
         retention = Retention(
-            keep_last=keep_last, keep_every=keep_every, keep_best=Best.of(keep_best)
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=Best.of(keep_best),
+            keep_for_seconds=None if keep_for is None else seconds_argument("keep_for", keep_for),
         )
         alone = isinstance(group, str) and checked_choice("group", group, (ALONE,)) == ALONE
         self._catalog = StepCatalog(pool, prefix)
@@ -113,7 +120,7 @@ class Checkpointer(Closing):
             allow_pickle=allow_pickle,
             alone=alone,
         )
-        self.steps = Steps(self._catalog, self.saver.let_tidy)
+        self.steps = Steps(self._catalog, self.saver.let_tidy, retention)
         self.counters = self.saver.counters
         self._turn = OneCaller()
         self._closed, self.last_restore = False, None

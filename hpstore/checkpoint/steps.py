@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hpstore.checkpoint.catalog.retain_steps import decisions_now
+from hpstore.checkpoint.catalog.retention import Retention, StepDecision
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport, verify_step
+from hpstore.runtime.clock import SystemClock
 
 
 class Steps:
@@ -17,8 +20,10 @@ class Steps:
     committed, and what retention has deleted after that.
     """
 
-    def __init__(self, catalog: StepCatalog, settled: Callable[[], None]) -> None:
-        self._catalog, self._settled = catalog, settled
+    def __init__(
+        self, catalog: StepCatalog, settled: Callable[[], None], retention: Retention
+    ) -> None:
+        self._catalog, self._settled, self._retention = catalog, settled, retention
 
     def __call__(self) -> list[int]:
         """Return the committed steps, ascending; the same as list()."""
@@ -95,6 +100,35 @@ class Steps:
         """
         self._settled()
         self._catalog.delete(step, force=force)
+
+    def retain(self, *, dry_run: bool = False) -> list[StepDecision]:
+        """Apply the Checkpointer's keep_last, keep_every, keep_best and keep_for now.
+
+        As after each save, without waiting for the next one: what has become too old since the
+        last goes. While the newest step is not whole, all stay.
+
+        Parameters
+        ----------
+        dry_run
+            Only report: nothing is deleted.
+
+        Returns
+        -------
+        list of StepDecision
+            Of each committed step, ascending, whether it stays and why.
+
+        Raises
+        ------
+        HpstoreError
+            Steps cannot be listed now, or some could not be deleted: the rest of those that go are
+            deleted, and a later call goes on.
+        """
+        self._settled()
+        now_ms = SystemClock().wall_ms()
+        decisions = decisions_now(self._catalog, self._retention, now_ms=now_ms)
+        if not dry_run:
+            self._catalog.delete_all([found.step for found in decisions if not found.stays])
+        return decisions
 
     def protect(self, step: int, name: str) -> None:
         """Keep a step under a name, whatever retention decides. Durable on return.

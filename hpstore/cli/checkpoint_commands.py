@@ -16,6 +16,7 @@ from hpstore.cli.export_import import export, import_
 from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
 from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
 from hpstore.cli.progress_bar import progress_bar
+from hpstore.cli.retention_command import retention
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.units import format_bytes
@@ -28,6 +29,7 @@ checkpoints = typer.Typer(
 )
 checkpoints.command("export")(export)
 checkpoints.command("import")(import_)
+checkpoints.command("retention")(retention)
 
 Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 

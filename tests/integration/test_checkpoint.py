@@ -13,7 +13,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.catalog.retention import Best, Retention, orphans, steps_to_drop
+from hpstore.checkpoint.catalog.retention import orphans
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt, attempt_lives, here
 from hpstore.checkpoint.format.checkpoint_manifest import (
     Manifest,
@@ -404,18 +404,8 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
         assert ckpt.verify(1).ok
 
 
-def test_retention_never_drops_the_newest() -> None:
-    """Pure: keep_last, keep_every, none; a run that was rolled back keeps what it commits."""
-    one = Retention(keep_last=1)
-    assert steps_to_drop([1, 2, 3], Retention(), committed=3) == []
-    assert steps_to_drop([3, 1, 2], one, committed=3) == [1, 2]
-    tens = Retention(keep_last=1, keep_every=10)
-    assert steps_to_drop([10, 20, 25], tens, committed=25) == []
-    assert steps_to_drop([40, 50, 51, 60, 70], one, committed=51) == [40, 50]
-    assert steps_to_drop([1, 2, 3], one, committed=3, protected=[1]) == [2]
-    best = Retention(keep_last=1, keep_best=Best(metric="loss", mode="min"))
-    metrics = {1: {"loss": 3.0}, 2: {"loss": 1.0}, 3: {"loss": float("nan")}, 4: {"other": 0.0}}
-    assert steps_to_drop([1, 2, 3, 4], best, committed=4, metrics=metrics) == [1, 3]
+def test_what_no_manifest_names_belongs_to_a_living_save_or_to_no_one() -> None:
+    """Pure: by the nonces of attempts that live."""
     listing = sort_out("p", ["p/step-000000000001/segment-ab-r00000", "p/other"])
     assert orphans(listing, set(), set()) == ["p/step-000000000001/segment-ab-r00000"]
     assert orphans(listing, set(), {"ab"}) == []

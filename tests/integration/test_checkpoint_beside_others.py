@@ -12,6 +12,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog import writer_fence as attempt_notes
+from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, newest_untried
 from hpstore.checkpoint.catalog.writer_fence import (
@@ -464,9 +465,9 @@ def test_a_step_that_one_more_loss_would_end_does_not_count_for_retention(
             del harness.devices[url].files[path]
         with monkeypatch.context() as patch:
             patch.setattr(PoolAdmin, "settle", refused)
-            StepCatalog(pool, "run").retain(3, Retention(keep_last=2))
+            retain(StepCatalog(pool, "run"), 3, Retention(keep_last=2), now_ms=0)
         assert ckpt.steps() == [1, 2, 3]
-        StepCatalog(pool, "run").retain(3, Retention(keep_last=2))
+        retain(StepCatalog(pool, "run"), 3, Retention(keep_last=2), now_ms=0)
         assert ckpt.steps() == [2, 3]
         assert len(harness.columns(key)) == 3
 

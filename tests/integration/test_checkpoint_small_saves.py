@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
+from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import take_fence
@@ -188,7 +189,7 @@ def test_what_was_saved_here_is_known(
         with monkeypatch.context() as patch:
             for name in ("get", "stat"):
                 patch.setattr(Pool, name, counting(getattr(Pool, name), read))
-            ckpt._catalog.retain(3, Retention(keep_last=2))
+            retain(ckpt._catalog, 3, Retention(keep_last=2), now_ms=0)
             assert manifest_key("run", 1) not in read
         assert ckpt._catalog.all() == [2, 3]
         read.clear()
@@ -257,11 +258,12 @@ class Recording:
         self.retained: list[int] = []
         monkeypatch.setattr(after_commit, "fence_session", lambda *_: self.session)
         monkeypatch.setattr(after_commit, "note_expiring", lambda *_: None)
+        monkeypatch.setattr(after_commit, "retain", lambda *words, now_ms: self.retain(*words))
 
     def is_whole(self, step: int) -> bool:
         return True
 
-    def retain(self, step: int, retention: object) -> None:
+    def retain(self, steps: object, step: int, retention: object) -> None:
         self.retained.append(step)
 
 

@@ -8,7 +8,17 @@ from typing import Any
 
 import hpstore.checkpoint as public
 
-MADE_BY_US = ("Report", "Manifest", "Handle", "SavedStep", "SavedTensor", "Steps", "Preempted")
+MADE_BY_US = (
+    "Report",
+    "Manifest",
+    "Handle",
+    "SavedStep",
+    "SavedTensor",
+    "Steps",
+    "Preempted",
+    "StepDecision",
+    "RetentionRule",
+)
 SIZES = ("memory", "_bytes")
 
 

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
-from hpstore.checkpoint.catalog.retention import Retention, steps_to_drop
+from hpstore.checkpoint.catalog.retain_steps import facts_of
+from hpstore.checkpoint.catalog.retention import Retention, decide
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.errors import HpstoreError, ObjectNotFound
@@ -40,17 +40,17 @@ def note_expiring(steps: StepCatalog, committed: int, retention: Retention) -> N
 
 def _expiry(steps: StepCatalog, committed: int, retention: Retention) -> Expiry | None:
     known = [step for step in steps.all() if step <= committed]
-    going = _going(steps, known, committed, retention)
     newest = steps.facts(committed)
     before = max((step for step in known if step < committed), default=committed)
     interval_ms = newest.created_ms - steps.facts(before).created_ms
+    expected_ms = newest.created_ms + interval_ms
+    going = _going(steps, known, committed, retention, expected_ms)
     if not going or interval_ms <= 0:
         return None
     sizes = {s.key: s.size for step in going for s in steps.facts(step).objects}
     for key in steps.still_named(set(sizes), going):
         del sizes[key]
     sizes |= {manifest_key(steps.prefix, step): steps.facts(step).within_bytes for step in going}
-    expected_ms = newest.created_ms + interval_ms
     return Expiry(
         reason=f"step {', '.join(map(str, going))} of {steps.prefix!r} goes with the next save",
         sizes=sizes,
@@ -60,17 +60,17 @@ def _expiry(steps: StepCatalog, committed: int, retention: Retention) -> Expiry 
     )
 
 
-def _going(steps: StepCatalog, known: list[int], committed: int, retention: Retention) -> list[int]:
+def _going(
+    steps: StepCatalog, known: list[int], committed: int, retention: Retention, expected_ms: int
+) -> list[int]:
     """Steps that retention would remove if the one after `committed` were there, but for it."""
     following = committed + 1
-    metrics: Mapping[int, Mapping[str, float]] = {}
-    if retention.keep_best is not None:
-        metrics = {step: steps.facts(step).metrics for step in known}
-    drop = steps_to_drop(
+    decisions = decide(
         [*known, following],
         retention,
         committed=following,
-        protected=set(steps.protected().values()),
-        metrics=metrics,
+        now_ms=expected_ms,
+        protected=steps.protected(),
+        facts=facts_of(steps, known) if retention.needs_facts else {},
     )
-    return [step for step in drop if step != committed]
+    return [found.step for found in decisions if not found.stays and found.step != committed]

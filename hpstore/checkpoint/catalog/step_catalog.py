@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hpstore.checkpoint.catalog.dead_saves import end_save
 from hpstore.checkpoint.catalog.not_found_hint import nothing_under
-from hpstore.checkpoint.catalog.retention import Retention, orphans, steps_to_drop
+from hpstore.checkpoint.catalog.retention import orphans
 from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.writer_fence import (
     ATTEMPT_SECONDS,
@@ -35,7 +35,6 @@ from hpstore.errors import (
     ObjectNotFound,
     RedundancyError,
     SomeFailed,
-    TooFewDevices,
     VersionConflict,
 )
 from hpstore.format.keys import check_key
@@ -56,7 +55,7 @@ class StepCatalog:
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
         self._watch = NoteWatch()
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
-        self._lasts: set[int] = set()  # steps that were seen to survive a loss: they stay
+        self.lasting: set[int] = set()  # steps that were seen to survive a loss: they stay
         self.unclear: set[str] = set()  # nonces of this process' saves that may yet be read
 
     def listing(self) -> Listing:
@@ -253,9 +252,9 @@ class StepCatalog:
     def _forget(self, step: int) -> None:
         """Its manifest is gone."""
         self._read.pop(step, None)
-        self._lasts.discard(step)
+        self.lasting.discard(step)
 
-    def _delete_all(self, steps: Sequence[int]) -> None:
+    def delete_all(self, steps: Sequence[int]) -> None:
         """As delete, of steps that nothing protects, with one look at what is still named for many
         of them. Steps that another process has removed by then are skipped."""
         for at in range(0, len(steps), _STEPS_AT_ONCE):
@@ -325,45 +324,6 @@ class StepCatalog:
             _log.warning("segments under %r are left to garbage collection: %s", self.prefix, error)
             return segments
         return segments & named
-
-    def retain(self, committed: int, retention: Retention) -> None:
-        """Remove what retention does not keep. Failing at it does not fail the save."""
-        if retention.keep_last is None:
-            return
-        try:
-            steps = self._lasting(self.all(), committed, retention.keep_last)
-            metrics: Mapping[int, Mapping[str, float]] = {}
-            if retention.keep_best is not None:
-                metrics = {step: self.facts(step).metrics for step in steps}
-            drop = steps_to_drop(
-                steps,
-                retention,
-                committed=committed,
-                protected=set(self.protected().values()),
-                metrics=metrics,
-            )
-            self._delete_all(drop)
-        except (HpstoreError, OSError) as error:
-            _log.warning("retention under %r is postponed: %s", self.prefix, error)
-
-    def _lasting(self, steps: Sequence[int], committed: int, keep_last: int) -> list[int]:
-        """Without those that may yet go and must not stand in for others: of the last `keep_last`
-        those that one more loss would end, as a save under way leaves them (PROTOCOL 8)."""
-        found, lasting = list(steps), 0
-        for step in [step for step in reversed(steps) if step <= committed]:
-            if lasting == keep_last:
-                break
-            try:
-                if step not in self._lasts and step != committed:
-                    require_safe(self.pool, manifest_key(self.prefix, step))
-                self._lasts.add(step)
-                lasting += 1
-            except (CheckpointError, RedundancyError, ObjectNotFound, TooFewDevices) as error:
-                _log.warning(
-                    "step %d under %r does not count for retention: %s", step, self.prefix, error
-                )
-                found.remove(step)
-        return found
 
     def collect_garbage(self) -> int:
         """Remove segments that no manifest and no living save names; returns how many.

@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.retention_hint import note_expiring
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import fence_session
 from hpstore.checkpoint.save.save_handle import SaveReport
+from hpstore.runtime.clock import SystemClock
 from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
@@ -35,9 +37,11 @@ class AfterCommits:
         session: str,
         counters: dict[str, int],
         clock: Callable[[], float] = time.monotonic,
+        wall_ms: Callable[[], int] | None = None,
     ) -> None:
         self._steps, self._retention, self._counters = steps, retention, counters
         self._session, self._clock = session, clock
+        self._wall_ms = wall_ms or SystemClock().wall_ms
         self._newest: SaveReport | None = None  # of those that were not seen to yet
         self._bytes = 0  # of all of them
         self._last: float | None = None  # when retention ran
@@ -86,7 +90,7 @@ class AfterCommits:
     def _see_to(self, report: SaveReport) -> None:
         steps = self._steps
         if report.spare_columns >= steps.pool.parity and steps.is_whole(report.step):
-            steps.retain(report.step, self._retention)
+            retain(steps, report.step, self._retention, now_ms=self._wall_ms())
             note_expiring(steps, report.step, self._retention)
             return
         if not self._counters["retentions_postponed_total"]:

@@ -12,7 +12,7 @@ Exchange = Callable[[Any, str, object], None]  # module or class, name, what it 
 
 def _retains_early(exchange: Exchange) -> None:
     """Rule 19: retention removes older steps before the manifest of the new one is there."""
-    from hpstore.checkpoint.catalog.retention import Retention, steps_to_drop
+    from hpstore.checkpoint.catalog.retention import Retention, decide
     from hpstore.checkpoint.save.save_job import SaveJob
 
     before = SaveJob._publish
@@ -20,10 +20,9 @@ def _retains_early(exchange: Exchange) -> None:
     def publish(job: SaveJob, written: Sequence[Any]) -> object:
         step, steps = job._options.step, job._steps
         retention = Retention(keep_last=STAGE.now.setup.keep_last)
-        for old in steps_to_drop(
-            [*steps.all(), step], retention, committed=step, protected=set(), metrics={}
-        ):
-            steps.delete(old)
+        for old in decide([*steps.all(), step], retention, committed=step, now_ms=0):
+            if not old.stays:
+                steps.delete(old.step)
         return before(job, written)
 
     exchange(SaveJob, "_publish", publish)
