@@ -20,21 +20,35 @@ from hpstore.checkpoint.restore.saved_step import SavedStep, SavedTensor
 from hpstore.checkpoint.restore.verify_step import VerifyReport
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
 from hpstore.checkpoint.save.save_options import SaveOptions
+from hpstore.checkpoint.save.save_policies import (
+    AnyOf,
+    AtTimes,
+    EveryInterval,
+    EverySteps,
+    OnPredicate,
+    SavePolicy,
+)
 from hpstore.checkpoint.steps import Steps
 
 __all__ = [
+    "AnyOf",
+    "AtTimes",
     "Best",
     "Checkpointer",
+    "EveryInterval",
+    "EverySteps",
     "ExportReport",
     "ImportReport",
     "LoadOptions",
     "Manifest",
+    "OnPredicate",
     "Preempted",
     "RestoreReport",
     "RetentionRule",
     "SafeLoadPlanner",
     "SaveHandle",
     "SaveOptions",
+    "SavePolicy",
     "SaveReport",
     "SavedStep",
     "SavedTensor",

@@ -19,6 +19,8 @@ from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport
 from hpstore.checkpoint.save.save_handle import SaveHandle
 from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice, checked_options
+from hpstore.checkpoint.save.save_policies import SavePolicy
+from hpstore.checkpoint.save.save_schedule import SaveSchedule
 from hpstore.checkpoint.save.save_underway import OneCaller
 from hpstore.checkpoint.save.saver import Saver
 from hpstore.checkpoint.state.state_tree import PerRank
@@ -74,6 +76,8 @@ class Checkpointer(Closing):
         A state like those to come: memory for staging it is allocated now.
     save
         How saves are staged, written and committed. Default: SaveOptions().
+    when
+        When should_save() is true, such as `EverySteps(1000) | EveryInterval("30min")`.
 
     Raises
     ------
@@ -99,6 +103,7 @@ class Checkpointer(Closing):
         allow_pickle: bool = False,
         example: State | None = None,
         save: SaveOptions | None = None,
+        when: SavePolicy | None = None,
     ) -> None:
         options = checked_options(pool, save)
         retention = Retention(
@@ -111,6 +116,7 @@ class Checkpointer(Closing):
         self._catalog = StepCatalog(pool, prefix)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
         self._ranks = Ranks(options.commit_seconds, None if alone else group, alone=alone)
+        self._schedule = SaveSchedule(when, self._ranks)
         self.saver = Saver(
             self._catalog,
             self._ranks,
@@ -192,9 +198,39 @@ class Checkpointer(Closing):
                 f"the pool of {self.prefix!r} was opened read-only: nothing can be saved into it"
             )
         with self._turn.calling("save()"):
-            return self.saver.save(
+            handle = self.saver.save(
                 step, state, overwrite=overwrite, metrics=metrics, progress=progress
             )
+        if not handle.skipped:
+            self._schedule.saved(handle.step)
+        return handle
+
+    def should_save(self, step: int) -> bool:
+        """Find whether to save now, by the policy `when`. Collective; call it after each step.
+
+        Costs a comparison where steps alone decide, else a message of rank 0, whose clock and
+        functions decide for all. A step that is asked about again gets the same answer, False once
+        it is saved. Changes nothing in the pool.
+
+        Parameters
+        ----------
+        step
+            Completed steps.
+
+        Returns
+        -------
+        bool
+            The same on all ranks.
+
+        Raises
+        ------
+        ConfigError
+            The Checkpointer was made without `when`.
+        CheckpointError
+            The ranks ask about different steps, or the policy failed on rank 0.
+        """
+        self._usable()
+        return self._schedule.due(step)
 
     def before_update(self) -> None:
         """Announce a change of tensors by anything but the step of an optimizer in the state.
@@ -310,6 +346,7 @@ class Checkpointer(Closing):
             return None
         manifest, self.last_restore = found
         self.saver.refer_to(manifest)
+        self._schedule.restored(manifest.step)
         return manifest.step
 
     def load_model(

@@ -25,7 +25,15 @@ CONTRACT = {
     "verify",
     "wait",
 }
-MORE = {"allow_pickle", "before_update", "reached_preemption", "read", "rng", "saver"}
+MORE = {
+    "allow_pickle",
+    "before_update",
+    "reached_preemption",
+    "read",
+    "rng",
+    "saver",
+    "should_save",
+}
 
 
 def test_a_checkpointer_shows_what_the_contract_names_and_little_else(pool: hpstore.Pool) -> None:

@@ -97,6 +97,18 @@ class Ranks:
             raise self._lost(error, "") from error
         return [tuple(int(number) for number in row) for row in found]
 
+    def announced(self, mine: tuple[int, ...], channel: RankChannel) -> tuple[int, ...]:
+        """Rank 0's numbers, on all ranks, as many as each gives: one message, cheap enough for each
+        step of a trainer. Who has died is not named."""
+        if self.world == 1:
+            return mine
+        message = torch.tensor(mine, dtype=torch.int64)
+        try:
+            dist.broadcast(message, src=self._members[0], group=self._groups[channel])
+        except RuntimeError as error:
+            raise self._lost(error, "") from error
+        return tuple(int(number) for number in message)
+
     def broadcast(self, message: bytes, channel: RankChannel) -> bytes:
         """Rank 0's message, to all. Others' own is ignored."""
         if self.world == 1:
@@ -135,6 +147,17 @@ class Ranks:
             "close() are calls of all ranks: one that leaves its loop, for an error that it alone "
             "catches, keeps the others waiting. What was committed is untouched. End this job; the "
             "next one finds the newest whole step."
+        )
+
+
+def require_alike(ranks: Ranks, name: str, mine: str, otherwise: str) -> None:
+    """Raise CheckpointError, on all ranks, where they differ in an argument; `otherwise`: what
+    would happen."""
+    heard = ranks.all_gather(mine.encode(), RankChannel.TRAINER)
+    if len(set(heard)) > 1:
+        raise CheckpointError(
+            f"the ranks have different {name} ({[said.decode() for said in heard]}, by rank): "
+            f"{otherwise}. Nothing was changed; give all ranks the same"
         )
 
 

@@ -50,18 +50,6 @@ class Preempted(SystemExit):
         self.code = EXIT_CODE
 
 
-def require_alike(ranks: Ranks, on_sigterm: str) -> str:
-    """`on_sigterm`. Raises CheckpointError, on all ranks, where they differ in it: some would stop
-    without the others."""
-    heard = ranks.all_gather(on_sigterm.encode(), RankChannel.TRAINER)
-    if len(set(heard)) > 1:
-        raise CheckpointError(
-            f"the ranks have different on_sigterm ({[name.decode() for name in heard]}, by rank): "
-            "some would stop without the others. Nothing was changed; give all ranks the same"
-        )
-    return on_sigterm
-
-
 class Preemption(Closing):
     """Of one checkpointer: the constructor and close() are calls of all `ranks`.
 

@@ -18,8 +18,8 @@ from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest, checked_step
 from hpstore.checkpoint.format.pack import known_items
-from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.ranks.stop_step import Preemption, require_alike
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks, require_alike
+from hpstore.checkpoint.ranks.stop_step import Preemption
 from hpstore.checkpoint.restore.read_items import Warm
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress, counting
 from hpstore.checkpoint.save.accelerator import CudaStaging
@@ -69,7 +69,8 @@ class Saver:
         self.options = options
         self._catalog, self._ranks, self._alone = catalog, ranks, alone
         self._preemption: Preemption | None = None
-        if require_alike(ranks, options.on_sigterm) == "save":
+        require_alike(ranks, "on_sigterm", options.on_sigterm, "some would stop without the others")
+        if options.on_sigterm == "save":
             self.expect_preemption()
         accelerator = options.accelerator
         if accelerator is None and torch.cuda.is_available():
