@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.retention import (
     Retention,
     RetentionRule,
@@ -13,6 +12,7 @@ from hpstore.checkpoint.catalog.retention import (
     StepFacts,
     decide,
 )
+from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.errors import (

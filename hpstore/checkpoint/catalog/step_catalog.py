@@ -9,7 +9,6 @@ from dataclasses import replace
 from hpstore.checkpoint.catalog.dead_saves import end_save
 from hpstore.checkpoint.catalog.not_found_hint import nothing_under
 from hpstore.checkpoint.catalog.retention import orphans
-from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.writer_fence import (
     ATTEMPT_SECONDS,
     NoteWatch,
