@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -457,6 +458,41 @@ class Checkpointer(Closing):
     def latest_valid(self) -> int | None:
         """Return the newest step that can be read: `steps.latest()`."""
         return self.steps.latest()
+
+    def watch(
+        self,
+        after: int | None = None,
+        *,
+        poll_seconds: float = 10.0,
+        timeout: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[int]:
+        """Yield each committed step once, those to come too: `steps.watch()`, which has more.
+
+        Parameters
+        ----------
+        after
+            The last step that was done. Default: all that are there.
+        poll_seconds
+            Between two looks while nothing is new.
+        timeout
+            End when so many seconds have brought no new step. Default: never.
+        stop
+            End when this event is set.
+
+        Yields
+        ------
+        int
+            A step, in the order of the commits.
+
+        Raises
+        ------
+        ConfigError
+            An argument is wrong.
+        HpstoreError
+            The pool could not be read for all of the timeout.
+        """
+        return self.steps.watch(after=after, poll_seconds=poll_seconds, timeout=timeout, stop=stop)
 
     def verify(self, step: int, *, progress: ByteProgress | None = None) -> VerifyReport:
         """Compare every item of a step with its hash: `steps.verify()`.

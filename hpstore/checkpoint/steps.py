@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 from hpstore.checkpoint.catalog.retain_steps import decisions_now
 from hpstore.checkpoint.catalog.retention import Retention, StepDecision
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.catalog.step_watch import WatchLoop, WatchOptions
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport, verify_step
@@ -168,6 +171,64 @@ class Steps:
     def protected(self) -> dict[str, int]:
         """Return the protected steps by name."""
         return self._catalog.protected()
+
+    def watch(
+        self,
+        *,
+        after: int | None = None,
+        cursor: str | None = None,
+        hold: str | None = None,
+        poll_seconds: float = 10.0,
+        timeout: float | None = None,
+        stop: threading.Event | None = None,
+    ) -> Iterator[int]:
+        """Yield each committed step once, those that are there and those to come, in the order of
+        their commits.
+
+        For another process than the training, such as an evaluator. It never disturbs a save, and
+        goes on when the training is started again, goes back or saves a step again: that is a new
+        commit. A step that is removed before its turn, or is damaged, is passed over; the log says
+        so. Trouble with devices is logged and waited out. Used by one thread at a time.
+
+        Parameters
+        ----------
+        after
+            The last step that was done: what was committed later follows. Where that step is gone,
+            those with greater numbers. Default: all that are there.
+        cursor
+            Keep in the pool what is done, under this name, and go on from there after a restart. A
+            step is done when the next one is asked for: one that an evaluator died in comes
+            again. Of two processes with one cursor the older ends with CheckpointError.
+        hold
+            Protect each step while it is out, as "watch-" and this name, so that retention leaves
+            it alone. One name for each evaluator.
+        poll_seconds
+            Between two looks while nothing is new.
+        timeout
+            End when so many seconds have brought no new step. Default: never.
+        stop
+            End when this event is set, at once when it waits.
+
+        Yields
+        ------
+        int
+            A step, to be given to restore() or read().
+
+        Raises
+        ------
+        ConfigError
+            An argument is wrong, or the pool is read-only and `cursor` or `hold` was given.
+        CheckpointError
+            Another process has begun to watch with this cursor.
+        HpstoreError
+            The pool could not be read for all of the timeout.
+        """
+        options = WatchOptions(
+            after=after, cursor=cursor, hold=hold, poll_seconds=poll_seconds, timeout=timeout
+        )
+        options.check(self._catalog)
+        event = threading.Event() if stop is None else stop
+        return WatchLoop(self._catalog, options, event, time.monotonic).steps()
 
     def collect_garbage(self) -> int:
         """Remove segments that no manifest and no save under way names; return how many.

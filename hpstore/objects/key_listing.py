@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpstore.devices.base import Device
-from hpstore.errors import DeviceTimeout
+from hpstore.errors import DeviceTimeout, TooFewDevices
 from hpstore.format.keys import (
     OBJECTS,
     Kind,
+    Version,
     check_key,
     component_of,
     object_directory,
@@ -28,6 +29,7 @@ from hpstore.objects.survey import (
     with_tombstones,
 )
 from hpstore.runtime.deadline_wait import wait_awake
+from hpstore.runtime.lacks import blamed, lacks_total
 from hpstore.runtime.scheduler import outcome
 
 _log = logging.getLogger(__name__)
@@ -161,3 +163,25 @@ def live_layout(store: PoolContext, survey: Survey) -> Layout | None:
     """The layout that a read would choose by names; None for deleted keys and torn puts."""
     layout = newest_by_name(store.view, survey)
     return None if layout is None or layout.kind is Kind.TOMBSTONE else layout
+
+
+def live_versions(store: PoolContext, prefix: str = "", *, certain: bool) -> dict[str, Version]:
+    """Keys that begin with `prefix`, with the version that a read would choose by names.
+
+    `certain`: raises TooFewDevices where keys may be there unseen.
+    """
+    before, lacked = store.view, lacks_total()
+    found = walk(store, prefix)
+    view = store.view
+    unknown = found.unknown | view.record.unhealed()
+    if certain and not view.record.opens_without(unknown):
+        if store.look_again(before):
+            return live_versions(store, prefix, certain=True)
+        error = TooFewDevices(
+            f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "
+            f"parity covers {view.record.parity}: objects under {prefix!r} may be there "
+            "unseen. Nothing was changed. Bring devices back, or rebuild if they are gone."
+        )
+        raise blamed(error, lacked)
+    layouts = {key: live_layout(store, survey) for key, survey in found.surveys.items()}
+    return {key: layout.version for key, layout in layouts.items() if layout is not None}

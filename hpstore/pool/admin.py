@@ -33,6 +33,8 @@ from hpstore.maintenance.survey_condition import Condition, as_of_now, survey_co
 from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.membership.members import commit_record, with_healed
 from hpstore.membership.pool_registers import PoolRegisters
+from hpstore.objects.key_listing import live_versions
+from hpstore.objects.object_info import version_token
 from hpstore.objects.write.conditional_put import bar_puts
 from hpstore.objects.write.prewrite_files import prepare_space
 from hpstore.pool.pool_devices import PoolDevices
@@ -137,6 +139,13 @@ class PoolAdmin:
     def as_of_now(self, found: Condition, silent: Collection[str]) -> Condition:
         """What is certain of an earlier condition(), with these devices `silent` now."""
         return as_of_now(found, self._store.view, silent)
+
+    def versions_under(self, prefix: str) -> dict[str, str]:
+        """The version of each key that begins with `prefix`, as stat() has it, by one listing. As
+        certain as list(certain=True): raises TooFewDevices where keys may be there unseen."""
+        self._session.require_open()
+        found = live_versions(self._store, prefix, certain=True)
+        return {key: version_token(*version.content) for key, version in found.items()}
 
     def last_scrub_ms(self) -> int:
         """When a scrub of all objects has ended, of any process; 0 for none, or one that was

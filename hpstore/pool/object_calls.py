@@ -8,12 +8,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from hpstore.errors import TooFewDevices
 from hpstore.format.column_header import Metadata, encode_metadata
 from hpstore.format.keys import check_key
 from hpstore.maintenance.rebuild import RateLimit
 from hpstore.membership.members import check_unit
-from hpstore.objects.key_listing import live_layout, walk
 from hpstore.objects.object_info import ObjectInfo, object_info
 from hpstore.objects.read.object_reader import ObjectReader
 from hpstore.objects.read.pooled_reader import PooledReader, writable_bytes
@@ -24,7 +22,6 @@ from hpstore.objects.write.put_source import as_source
 from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.pool.loss_tolerance import require_stored, require_tolerance, wanted_losses
 from hpstore.pool.session import PoolSession
-from hpstore.runtime.lacks import blamed, lacks_total
 
 T = TypeVar("T")
 
@@ -155,23 +152,3 @@ def _read(
         opened = PooledReader(session.store, check_key(key), content=content, whole=whole)
         with opened:
             return opened.run(read)
-
-
-def list_keys(session: PoolSession, prefix: str, *, certain: bool) -> list[str]:
-    """Pool.list."""
-    session.require_open()
-    store = session.store
-    before, lacked = store.view, lacks_total()
-    found = walk(store, prefix)
-    view, surveys = store.view, found.surveys
-    unknown = found.unknown | view.record.unhealed()
-    if certain and not view.record.opens_without(unknown):
-        if store.look_again(before):
-            return list_keys(session, prefix, certain=True)
-        error = TooFewDevices(
-            f"{len(unknown)} devices do not answer or were evicted since the last rebuild, "
-            f"parity covers {view.record.parity}: objects under {prefix!r} may be there "
-            "unseen. Nothing was changed. Bring devices back, or rebuild if they are gone."
-        )
-        raise blamed(error, lacked)
-    return sorted(key for key, s in surveys.items() if live_layout(store, s) is not None)

@@ -13,6 +13,7 @@ from hpstore.format.keys import check_key
 from hpstore.maintenance.rebuild import ProgressCallback, RateLimit, RebuildReport
 from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.membership import changes
+from hpstore.objects.key_listing import live_versions
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.objects.read.pooled_reader import PooledReader, Readers, open_readers
 from hpstore.objects.versions import VersionInfo, key_versions, parse_token
@@ -321,7 +322,8 @@ class Pool:
         InvalidKey
             No key can have this prefix.
         """
-        return object_calls.list_keys(self._session, prefix, certain=certain)
+        self._session.require_open()
+        return sorted(live_versions(self._store, prefix, certain=certain))
 
     def delete(self, key: str) -> None:
         """Delete an object. Durable on return (a tombstone on m + 1 devices).

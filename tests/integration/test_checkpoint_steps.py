@@ -33,6 +33,7 @@ MORE = {
     "rng",
     "saver",
     "should_save",
+    "watch",
 }
 
 

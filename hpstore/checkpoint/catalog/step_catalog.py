@@ -197,14 +197,14 @@ class StepCatalog:
     def protect(self, step: int, name: str) -> None:
         """Keep a step, whatever retention says, until unprotect(name). Durable on return."""
         self.manifest(step)
-        key = self._protection(name)
+        key = self.protection_key(name)
         self.pool.put(key, seal({"format": FORMAT, "step": checked_step(step)}))
         self._delete_those_there([note_key(self.prefix)])  # this step goes no more
 
     def unprotect(self, name: str) -> None:
         """Let retention have it again. Raises CheckpointError when nothing has this name."""
         try:
-            self.pool.delete(self._protection(name))
+            self.pool.delete(self.protection_key(name))
         except ObjectNotFound as error:
             raise CheckpointError(
                 f"nothing under {self.prefix!r} is protected as {name!r}"
@@ -218,7 +218,8 @@ class StepCatalog:
             found[key.removeprefix(start)] = decode_protection(self.pool.get(key), where=key)
         return found
 
-    def _protection(self, name: str) -> str:
+    def protection_key(self, name: str) -> str:
+        """Where a protection of this name is. Raises ConfigError."""
         if not name or "/" in name:
             raise ConfigError(f"{name!r} is not a name: it must not be empty or hold a slash")
         return check_key(f"{self.prefix}/protected/{name}")
