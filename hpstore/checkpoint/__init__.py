@@ -11,6 +11,7 @@ from hpstore.checkpoint.convert.torch_objects import torch_load, torch_save
 from hpstore.checkpoint.dcp.dcp_stager import Stager
 from hpstore.checkpoint.dcp.storage_reader import SafeLoadPlanner, StorageReader
 from hpstore.checkpoint.dcp.storage_writer import StorageWriter
+from hpstore.checkpoint.diff.step_diff import StepDiff
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.inference import load_model
 from hpstore.checkpoint.ranks.stop_step import Preempted
@@ -54,6 +55,7 @@ __all__ = [
     "SavedTensor",
     "Stager",
     "StepDecision",
+    "StepDiff",
     "Steps",
     "StorageReader",
     "StorageWriter",

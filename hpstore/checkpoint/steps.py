@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from hpstore.checkpoint.catalog.retain_steps import decisions_now
 from hpstore.checkpoint.catalog.retention import Retention, StepDecision
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.step_watch import WatchLoop, WatchOptions
+from hpstore.checkpoint.diff.step_diff import StepDiff, diff_steps
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport, verify_step
@@ -85,6 +86,52 @@ class Steps:
             The manifest is damaged.
         """
         return verify_step(self._catalog.pool, self.manifest(step), progress)
+
+    def diff(
+        self,
+        before: int,
+        after: int,
+        *,
+        keys: Collection[str] | None = None,
+        norms: bool = False,
+        progress: ByteProgress | None = None,
+    ) -> StepDiff:
+        """Compare two steps: which tensors and values were added, removed or changed.
+
+        By the hashes of their items; bytes are read where a tensor was sharded in another way, and
+        for `norms`. Memory is bounded, however large the steps are.
+
+        Parameters
+        ----------
+        before, after
+            Committed steps.
+        keys
+            Only these names, and what is under them.
+        norms
+            Read the tensors that differ, and measure how far apart they are.
+        progress
+            Called now and then with the bytes read and in all, by this thread.
+
+        Returns
+        -------
+        StepDiff
+            What differs, sorted by name; `same` where nothing does.
+
+        Raises
+        ------
+        CheckpointError
+            There is no such step, or neither holds anything under `keys`.
+        IntegrityError, RedundancyError
+            Bytes cannot be read.
+        """
+        return diff_steps(
+            self._catalog.pool,
+            self.manifest(before),
+            self.manifest(after),
+            keys=keys,
+            norms=norms,
+            progress=progress,
+        )
 
     def delete(self, step: int, *, force: bool = False) -> None:
         """Delete a step: its manifest first, then the segments that it alone names.

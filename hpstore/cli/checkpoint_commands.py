@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hpstore
+from hpstore.cli.checkpoint_diff import diff
 from hpstore.cli.confirm import agree, first_of
 from hpstore.cli.export_import import export, import_
 from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 checkpoints = typer.Typer(
     no_args_is_help=True, help="List, inspect, verify, export, import, remove checkpoints."
 )
+checkpoints.command("diff")(diff)
 checkpoints.command("export")(export)
 checkpoints.command("import")(import_)
 checkpoints.command("retention")(retention)
@@ -75,18 +77,27 @@ def inspect(
     prefix: Prefix,
     step: StepName = "latest",
     keys: Keys = None,
+    tree: Annotated[bool, typer.Option("--tree", help="sizes, summed at each level")] = False,
+    depth: Annotated[
+        int | None, typer.Option("--depth", min=0, help="levels of that tree (means --tree)")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a step holds, as a tree.
 
-    hpstore checkpoint inspect pool.toml runs/gpt 100
+    hpstore checkpoint inspect pool.toml runs/gpt 100 --depth 2
     """
     from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
     from hpstore.cli.checkpoint_tables import described, show_tree
+    from hpstore.cli.size_tree import show_sizes, size_tree
 
     with hpstore.open(pool, read_only=True) as opened:
         steps = steps_of(opened, prefix)
         manifest = steps.manifest(resolved(steps, step))
+        if tree or depth is not None:
+            sizes = size_tree(manifest, keys)
+            emit_json(sizes.as_dict(depth)) if as_json else show_sizes(sizes, depth)
+            return
         names = [name for name, kept in steps.protected().items() if kept == manifest.step]
         named = [manifest_key(prefix, manifest.step), *(s.key for s in manifest.objects)]
         tolerated = [opened.stat(key).losses_tolerated for key in named]

@@ -63,7 +63,7 @@ class WatchCursor:
     """The cursor of one name. Who began to watch with it last has it: an older process that still
     watches with it fails when it would move it, so no step is passed over for both of them.
 
-    Taken when it is made: `done` is the last commit that its earlier holder has done. Raises what
+    Taken when it is made: `done` is the last commit that was done before. Raises what
     the pool raises. One thread at a time.
     """
 
@@ -98,7 +98,6 @@ class WatchCursor:
                         "were not noted as done. Give each evaluator a cursor of its own."
                     ) from None
             else:
-                self.done = done
                 return
         raise CheckpointError(f"the cursor {self._name!r} could not be moved to step {done.step}")
 

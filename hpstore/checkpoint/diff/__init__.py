@@ -1,0 +1,1 @@
+"""What two steps of a run differ in."""
