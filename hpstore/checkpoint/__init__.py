@@ -3,6 +3,7 @@
 if not __name__.startswith("hpstore."):
     raise ImportError(f"import hpstore.checkpoint, not {__name__}: see CONTRIBUTING.md")
 
+from hpstore.checkpoint.catalog.hidden_steps import Rollback
 from hpstore.checkpoint.catalog.retention import Best, RetentionRule, StepDecision
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.export import ExportReport, export_checkpoint
@@ -46,6 +47,7 @@ __all__ = [
     "Preempted",
     "RestoreReport",
     "RetentionRule",
+    "Rollback",
     "SafeLoadPlanner",
     "SaveHandle",
     "SaveOptions",

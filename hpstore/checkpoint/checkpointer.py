@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from hpstore.checkpoint.catalog.hidden_steps import Rollback
 from hpstore.checkpoint.catalog.retention import Best, Retention
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.ranks.collectives import Ranks
@@ -18,6 +19,7 @@ from hpstore.checkpoint.restore.restore_plan import RestoreOptions
 from hpstore.checkpoint.restore.saved_step import SavedStep
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport
+from hpstore.checkpoint.save.collective_rollback import ROLLBACK_SECONDS, roll_back
 from hpstore.checkpoint.save.save_handle import SaveHandle
 from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice, checked_options
 from hpstore.checkpoint.save.save_policies import SavePolicy
@@ -127,7 +129,7 @@ class Checkpointer(Closing):
             allow_pickle=allow_pickle,
             alone=alone,
         )
-        self.steps = Steps(self._catalog, self.saver.let_tidy, retention)
+        self.steps = Steps(self._catalog, self.saver, retention)
         self.counters = self.saver.counters
         self._turn = OneCaller()
         self._closed, self.last_restore = False, None
@@ -386,6 +388,43 @@ class Checkpointer(Closing):
         if self.restore(state, step, strict=strict, load=options) is None:
             raise CheckpointError(f"there is no checkpoint under {self.prefix!r}")
         return cast(RestoreReport, self.last_restore)
+
+    def rollback(
+        self, step: int, *, grace_seconds: float = ROLLBACK_SECONDS, force: bool = False
+    ) -> Rollback:
+        """Go back to a step: later ones are hidden, as if they were deleted. Collective.
+
+        In force on return; restore() then takes `step`. A process that still saves the old line
+        fails at its next commit. Until the grace period is over, `steps.undo_rollback()` takes it
+        back; then a collection of garbage removes what is hidden. After a crash in the middle the
+        run ends at `step` or a later one: call it again.
+
+        Parameters
+        ----------
+        step
+            A committed step that can be read.
+        grace_seconds
+            How long hidden steps are kept. Default: a week.
+        force
+            Hide protected steps, too; undo_rollback() protects them again.
+
+        Returns
+        -------
+        Rollback
+            `hidden`: which steps, none where there is no later one.
+
+        Raises
+        ------
+        ConfigError
+            An argument is wrong.
+        CheckpointError
+            There is no such step, a later one is protected or cannot be read, the pool is
+            read-only, or a save of another process is under way.
+        """
+        self._usable()
+        self.wait()
+        with self._turn.calling("rollback()"):
+            return roll_back(self._ranks, self._catalog, self.saver, step, grace_seconds, force)
 
     @collector_paused()
     def read(self, step: int) -> SavedStep:

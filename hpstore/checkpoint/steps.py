@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
+from hpstore.checkpoint.catalog.hidden_steps import Rollback
 from hpstore.checkpoint.catalog.retain_steps import decisions_now
 from hpstore.checkpoint.catalog.retention import Retention, StepDecision
+from hpstore.checkpoint.catalog.rollback import (
+    may_take_back,
+    now_milliseconds,
+    remove_expired,
+    rollbacks,
+    take_back,
+)
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.step_watch import WatchLoop, WatchOptions
 from hpstore.checkpoint.diff.step_diff import StepDiff, diff_steps
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport, verify_step
+from hpstore.checkpoint.save.saver import Saver
 from hpstore.runtime.clock import SystemClock
 
 
@@ -24,10 +33,9 @@ class Steps:
     committed, and what retention has deleted after that.
     """
 
-    def __init__(
-        self, catalog: StepCatalog, settled: Callable[[], None], retention: Retention
-    ) -> None:
-        self._catalog, self._settled, self._retention = catalog, settled, retention
+    def __init__(self, catalog: StepCatalog, saver: Saver, retention: Retention) -> None:
+        self._catalog, self._saver, self._settled = catalog, saver, saver.let_tidy
+        self._retention = retention
 
     def __call__(self) -> list[int]:
         """Return the committed steps, ascending; the same as list()."""
@@ -283,7 +291,41 @@ class Steps:
         A Checkpointer does so when it is made.
         """
         self._settled()
+        remove_expired(self._catalog, now_milliseconds())
         return self._catalog.collect_garbage()
+
+    def rollbacks(self) -> Sequence[Rollback]:
+        """Return the rollbacks of which something is kept, the first one first."""
+        return rollbacks(self._catalog)
+
+    def undo_rollback(self, name: str | None = None) -> Rollback:
+        """Take a rollback back: what it has hidden is committed again. In force on return.
+
+        Called by one process alone, which saves here from then on: stop a training before. After a
+        crash in the middle, or an error of devices, call it again.
+
+        Parameters
+        ----------
+        name
+            Of a rollback, as rollback() returned it. Default: the last one.
+
+        Returns
+        -------
+        Rollback
+            `hidden`: the steps that are back. What could not be read is missing; the log says so.
+
+        Raises
+        ------
+        CheckpointError
+            There is none whose steps are still kept, the run has committed steps since, or a save
+            is under way. Nothing was changed.
+        """
+        self._saver.wait()
+        chosen = may_take_back(self._catalog, name)
+        self._saver.go_back()
+        done = take_back(self._catalog, chosen.name)
+        self._saver.went_back()
+        return done
 
     def list(self) -> list[int]:
         """Return the committed steps, ascending. Whether they can be read is verify()'s to find."""

@@ -175,6 +175,9 @@ def test_large_tensors_are_read_by_slabs(
     before = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
     after = {n: t + torch.randn(t.shape, generator=generator) for n, t in before.items()}
     after["none"] = before["none"]
+    before["part"] = torch.randn(500, generator=generator)
+    after["part"] = before["part"].clone()
+    after["part"][499] += 1.0  # the slabs before it are equal
     reads: list[int] = []
     wide = difference_norms._wide
 
@@ -200,6 +203,9 @@ def test_large_tensors_are_read_by_slabs(
                 float(distance.norm() / before[name].double().norm())
             )
             assert norms.differing == distance.numel()
+        part = norms_of(found, "part")
+        assert part.differing == 1
+        assert part.relative == pytest.approx(part.l2 / float(before["part"].double().norm()))
         assert found.equal_tensors == 1
         monkeypatch.setattr(step_diff, "same_by_hash", lambda *_: None)
         assert ckpt.steps.diff(1, 2).read_bytes < found.read_bytes

@@ -31,6 +31,7 @@ MORE = {
     "reached_preemption",
     "read",
     "rng",
+    "rollback",
     "saver",
     "should_save",
     "watch",

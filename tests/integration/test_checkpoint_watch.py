@@ -91,6 +91,19 @@ def test_a_manifest_that_is_laid_out_or_put_again_is_no_new_commit(pool: hpstore
     assert list(watched(pool, turns)) == [1, 2, 3]
 
 
+def test_what_a_rollback_hides_comes_once_when_it_is_back(pool: hpstore.Pool) -> None:
+    """It has new versions then, but is what it was; what the new line commits is new."""
+    with Checkpointer(pool, RUN, rng=False) as ckpt:
+        save(pool, 1, 2, 3)
+        turns = Turns(
+            lambda: ckpt.rollback(1),
+            ckpt.steps.undo_rollback,
+            lambda: ckpt.rollback(2),
+            lambda: save(pool, 3, value=3.0),
+        )
+        assert list(watched(pool, turns)) == [1, 2, 3, 3]
+
+
 def test_a_step_that_goes_before_its_turn_is_passed_over_and_said(
     pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from hpstore.checkpoint.catalog.dead_saves import end_save
+from hpstore.checkpoint.catalog.hidden_steps import HiddenSteps
 from hpstore.checkpoint.catalog.not_found_hint import nothing_under
 from hpstore.checkpoint.catalog.retention import orphans
 from hpstore.checkpoint.catalog.writer_fence import (
@@ -53,6 +54,7 @@ class StepCatalog:
         self.pool, self.prefix = pool, check_key(prefix)
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
         self._watch = NoteWatch()
+        self.hidden = HiddenSteps(pool, self.prefix)
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
         self.lasting: set[int] = set()  # steps that were seen to survive a loss: they stay
         self.unclear: set[str] = set()  # nonces of this process' saves that may yet be read
@@ -239,7 +241,7 @@ class StepCatalog:
             self.manifest(step)  # says which steps there are
         segments = self._named_by(step)
         self.pool.delete(key)
-        self._forget(step)
+        self.forget(step)
         self.pool.delete_many(segments - self.still_named(segments), missing_ok=True)
 
     def _named_by(self, step: int) -> set[str]:
@@ -249,7 +251,7 @@ class StepCatalog:
         except (IntegrityError, RedundancyError):
             return set()  # garbage collection finds them
 
-    def _forget(self, step: int) -> None:
+    def forget(self, step: int) -> None:
         """Its manifest is gone."""
         self._read.pop(step, None)
         self.lasting.discard(step)
@@ -272,7 +274,7 @@ class StepCatalog:
                 self.pool.delete_many(keys, missing_ok=True)
             finally:
                 for step in going:  # those that are there still are read again
-                    self._forget(step)
+                    self.forget(step)
             self.remove_unnamed(segments)
 
     def remove_unnamed(self, segments: set[str]) -> None:
@@ -299,8 +301,8 @@ class StepCatalog:
         if later:
             _log.warning(
                 "step %d is committed, but %r holds the later steps %s of a run that was rolled "
-                "back: restore() would take the newest of them. Delete them, or save under another "
-                "prefix.",
+                "back: restore() would take the newest of them. rollback(step) hides them; or save "
+                "under another prefix.",
                 step,
                 self.prefix,
                 later[-8:],
@@ -315,6 +317,7 @@ class StepCatalog:
             listing = self.listing()
             staying = [step for step in listing.steps if step not in going]
             named = {key for step in staying for key in self.facts(step).segment_keys}
+            named |= self.hidden.segments()  # PROTOCOL 24: after the steps
             # also those of dead saves: while the note is there its save may yet commit
             for attempt in self._attempts(listing, all_live=True)[0].values():
                 if attempt is None:
@@ -372,6 +375,7 @@ class StepCatalog:
         listing = self.listing()
         living, dead = self._attempts(listing, all_live=all_live)
         named = {key for step in listing.steps for key in self.facts(step).segment_keys}
+        named |= self.hidden.segments()  # PROTOCOL 24: after the steps
         named |= {key for attempt in living.values() if attempt for key in attempt.references}
         if any(attempt is None for attempt in living.values()):
             return set(), dead  # it may refer to anything

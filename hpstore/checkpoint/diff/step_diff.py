@@ -137,8 +137,8 @@ class _Side:
 
 
 def same_by_hash(before: Sequence[Item], after: Sequence[Item]) -> bool | None:
-    """Whether two tensors of one dtype and shape hold the same bytes, as far as hashes show it; None
-    where they were cut into other boxes, or a hash is missing. Pure."""
+    """Whether two tensors of one dtype and shape hold the same bytes, as far as hashes show it.
+    None where they were cut into other boxes, or a hash is missing. Pure."""
     first, second = ({item.box: item.digest for item in items} for items in (before, after))
     if first.keys() != second.keys() or not all((*first.values(), *second.values())):
         return None

@@ -38,10 +38,12 @@ class AfterCommits:
         counters: dict[str, int],
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] | None = None,
+        expire: Callable[[], object] = lambda: None,
     ) -> None:
         self._steps, self._retention, self._counters = steps, retention, counters
         self._session, self._clock = session, clock
         self._wall_ms = wall_ms or SystemClock().wall_ms
+        self._expire = expire  # removes hidden steps whose time is over
         self._newest: SaveReport | None = None  # of those that were not seen to yet
         self._bytes = 0  # of all of them
         self._last: float | None = None  # when retention ran
@@ -69,6 +71,12 @@ class AfterCommits:
             if self._newest is not None:
                 self._flush()
 
+    def forget(self) -> None:
+        """The run has gone back: what was committed last decides nothing any more."""
+        self._after_fork()
+        with self._lock:
+            self._newest, self._bytes = None, 0
+
     def _after_fork(self) -> None:
         """Start anew in a forked child: the parent handles what is left, and one of its threads may
         have held the lock."""
@@ -92,6 +100,7 @@ class AfterCommits:
         if report.spare_columns >= steps.pool.parity and steps.is_whole(report.step):
             retain(steps, report.step, self._retention, now_ms=self._wall_ms())
             note_expiring(steps, report.step, self._retention)
+            self._expire()
             return
         if not self._counters["retentions_postponed_total"]:
             _log.warning(

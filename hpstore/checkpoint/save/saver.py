@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from hpstore.checkpoint.catalog.retention import Retention
+from hpstore.checkpoint.catalog.rollback import now_milliseconds, remove_expired
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.catalog.writer_fence import take_fence
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest, checked_step
 from hpstore.checkpoint.format.pack import known_items
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks, require_alike
@@ -93,7 +95,9 @@ class Saver:
             "saves_with_differing_values_total": 0,
             "retentions_postponed_total": 0,
         }
-        self._after = AfterCommits(catalog, retention, self._session, self.counters)
+        self._after = AfterCommits(
+            catalog, retention, self._session, self.counters, expire=self._expire
+        )
         pool = catalog.pool
         self._draining = Draining(self, options.drain_seconds) if not pool.read_only else None
         self._space = SpaceMaker(pool, catalog, retention.keep_last or 0, options.pace)
@@ -107,6 +111,7 @@ class Saver:
             self._stage.arena.reserve(prepared.largest_bytes)
             sizes = sizes_of_all(self._ranks, prepared)
         if not self._catalog.pool.read_only and self._ranks.leads:
+            self._expire()
             self._catalog.collect_garbage()
             if self._prewrites:
                 self._space.start([] if self.options.compression else sizes)
@@ -461,6 +466,21 @@ class Saver:
         if self.options.reuse:
             known = known_items(manifest.segments, manifest.items)
             self._earlier = Earlier(step=manifest.step, known=known)
+
+    def go_back(self) -> None:
+        """Become the session that saves here, for a rollback: on rank 0, no save being under way.
+
+        The next save takes the fence again if it is the first: ranks do the same there.
+        """
+        take_fence(self._catalog.pool, self._catalog.prefix, self._session)
+
+    def _expire(self) -> None:
+        remove_expired(self._catalog, now_milliseconds())
+
+    def went_back(self) -> None:
+        """Steps are hidden, or back: nothing that this process remembers of them counts."""
+        self._after.forget()
+        self._earlier, self._told_of_later = Earlier(), False
 
     def flush(self) -> None:
         """Remove what retention has postponed. Interrupted, it can be called again."""

@@ -1,0 +1,307 @@
+"""Go back to an earlier step: later ones are hidden, can be taken back, and go after a time.
+
+PROTOCOL 24. A copy of each later manifest is put before any manifest is deleted, the newest first.
+So a crash in the middle leaves a run that ends at a later step than was asked for, and whatever a
+hidden step names is named at every moment by a manifest or its copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hpstore.checkpoint.catalog.commit_checks import require_safe
+from hpstore.checkpoint.catalog.hidden_steps import Rollback, RollbackState, copy_key, record_key
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest, manifest_key
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    VersionConflict,
+)
+from hpstore.maintenance.deferred_repair import note_key
+
+_log = logging.getLogger(__name__)
+
+
+def now_milliseconds() -> int:
+    """Since 1970, by this machine's clock."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A record, and the version that the next state must replace."""
+
+    rollback: Rollback
+    version: str
+
+
+def hide_later(
+    steps: StepCatalog, step: int, *, grace_ms: int, now_ms: int, force: bool
+) -> Rollback:
+    """Hide what was committed after `step`. The caller has the fence (PROTOCOL 18).
+
+    In force on return. Raises CheckpointError, what the pool raises: then the run ends at a later
+    step than that, or as before; call it again.
+    """
+    pool = steps.pool
+    _end_others(steps)
+    later, names = may_hide(steps, step, force=force)
+    steps.settle(step)
+    made = Rollback(
+        name=secrets.token_hex(8),
+        step=step,
+        hidden=tuple(later),
+        created_ms=now_ms,
+        until_ms=now_ms + grace_ms,
+        protections=names,
+    )
+    if not later:
+        return made
+    pool.put(record_key(steps.prefix, made.name), made.encode(), if_absent=True)
+    versions = {number: _copy(steps, made.name, number) for number in later}
+    for number in reversed(later):
+        _remove_original(steps, number, versions[number])
+    for name in names:
+        steps.unprotect(name)
+    pool.delete_many([note_key(steps.prefix)], missing_ok=True)  # it names what goes no more
+    left = [number for number in steps.all() if number > step]
+    if left:
+        raise CheckpointError(
+            f"steps {left[:8]} were committed while {len(later)} others were hidden: another "
+            "process saves here, or its save was stopped in the middle and went on. Stop it, then "
+            "call rollback() again"
+        )
+    return made
+
+
+def may_hide(
+    steps: StepCatalog, step: int, *, force: bool
+) -> tuple[Sequence[int], Mapping[str, int]]:
+    """Steps after `step`, and the protections of these. Changes nothing.
+
+    Raises CheckpointError for a protected one, and what keeps `step` from being restored: the run
+    would have nothing to go on from.
+    """
+    for segment in steps.manifest(step).objects:
+        steps.pool.stat(segment.key)
+    later = [number for number in steps.all() if number > step]
+    names = {name: kept for name, kept in steps.protected().items() if kept in later}
+    if names and not force:
+        name, kept = next(iter(names.items()))
+        raise CheckpointError(
+            f"step {kept} is protected as {name!r}: unprotect it first, or force=True hides it. "
+            "Nothing was hidden"
+        )
+    return later, names
+
+
+def _end_others(steps: StepCatalog) -> None:
+    """End saves of sessions that have lost the fence: none of them commits after this."""
+    steps.collect_garbage()
+    listing = steps.listing()
+    left = sorted({step for step, _ in (listing.attempts | listing.condemned).values()})
+    if left:
+        raise CheckpointError(
+            f"saves of the steps {left[:8]} under {steps.prefix!r} may be under way in another "
+            "process, and could not be ended now. Nothing was hidden or taken back. Stop that "
+            "process, or wait 15 minutes if it is dead, and try again"
+        )
+
+
+def _copy(steps: StepCatalog, name: str, step: int) -> str:
+    """Put a copy of a manifest that survives one more loss; the version that it is of."""
+    pool, key = steps.pool, manifest_key(steps.prefix, step)
+    version = pool.stat(key).version
+    data = pool.get(key)
+    Manifest.decode(data, where=key, facts_only=True)  # one that is damaged cannot be taken back
+    copy = copy_key(steps.prefix, name, step)
+    info = pool.put(copy, data, if_absent=True)
+    require_safe(pool, copy, info=info)
+    return version
+
+
+def _remove_original(steps: StepCatalog, step: int, version: str) -> None:
+    """Delete a manifest of which there is a copy."""
+    key = manifest_key(steps.prefix, step)
+    try:
+        if steps.pool.stat(key).version != version:
+            raise CheckpointError(
+                f"step {step} was saved again while it was hidden. Stop the process that saves "
+                "here, then call rollback() again"
+            )
+        steps.pool.delete(key)
+    except ObjectNotFound:
+        _log.info("step %d was removed by another process", step)
+    steps.forget(step)
+
+
+def rollbacks(steps: StepCatalog) -> list[Rollback]:
+    """Those whose steps are hidden, or whose copies are still there; in their order."""
+    return [found.rollback for found in _records(steps)]
+
+
+def _records(steps: StepCatalog) -> list[_Found]:
+    found = []
+    for key, version in steps.hidden.records().items():
+        try:
+            record = Rollback.decode(steps.pool.get(key), where=key)
+        except ObjectNotFound:
+            continue
+        if key == record_key(steps.prefix, record.name):
+            found.append(_Found(rollback=record, version=version))
+    return found
+
+
+def may_take_back(steps: StepCatalog, name: str | None) -> Rollback:
+    """What take_back() would take back, by default the last one. Changes nothing but what repairs
+    change. Raises CheckpointError."""
+    record = _chosen(_records(steps), name, steps.prefix).rollback
+    _require_none_since(steps, record, _whole_copies(steps, record))
+    return record
+
+
+def take_back(steps: StepCatalog, name: str) -> Rollback:
+    """Commit again what a rollback has hidden. The caller has the fence.
+
+    In force on return; after a crash in the middle, call it again. Raises CheckpointError: nothing
+    was changed.
+    """
+    found = _chosen(_records(steps), name, steps.prefix)
+    record = found.rollback
+    _end_others(steps)
+    copies = _whole_copies(steps, record)
+    _require_none_since(steps, record, copies)
+    found = _moved(steps, found, RollbackState.RETURNING)  # from now on nothing of it expires
+    for step, data in sorted(copies.items()):
+        key = manifest_key(steps.prefix, step)
+        try:
+            steps.pool.put(key, data, if_absent=True)
+        except VersionConflict:
+            if not _same(steps, step, data):
+                raise
+    for protection, step in record.protections.items():
+        if step in copies:
+            steps.protect(step, protection)
+    lost = [step for step in record.hidden if step not in copies]
+    if lost:
+        _log.warning("steps %s under %r could not be taken back", lost[:8], steps.prefix)
+    done = _moved(steps, found, RollbackState.RETURNED)
+    return replace(done.rollback, hidden=tuple(sorted(copies)))
+
+
+def _chosen(records: Collection[_Found], name: str | None, prefix: str) -> _Found:
+    open_ = [
+        f for f in records if f.rollback.state in (RollbackState.HIDDEN, RollbackState.RETURNING)
+    ]
+    for found in reversed(open_):
+        if name in (None, found.rollback.name):
+            return found
+    known = [found.rollback.name for found in open_]
+    what = "no rollback" if name is None else f"no rollback {name!r}"
+    raise CheckpointError(
+        f"{what} under {prefix!r} can be taken back; there are {known}"
+        if known
+        else f"{what} under {prefix!r} can be taken back: none has hidden steps that are still kept"
+    )
+
+
+def _whole_copies(steps: StepCatalog, record: Rollback) -> dict[int, bytes]:
+    """Manifests of hidden steps whose segments survive one more loss (PROTOCOL 19), by step."""
+    copies: dict[int, bytes] = {}
+    reason: Exception | None = None
+    for step in record.hidden:
+        key = copy_key(steps.prefix, record.name, step)
+        try:
+            data = steps.pool.get(key)
+            for segment in Manifest.decode(data, where=key, facts_only=True).objects:
+                require_safe(steps.pool, segment.key, version=segment.version or None)
+        except HpstoreError as error:
+            _log.warning("hidden step %d cannot be taken back: %s", step, error)
+            reason = error
+        else:
+            copies[step] = data
+    if not copies:
+        raise CheckpointError(
+            f"none of the steps that were hidden can be taken back: {reason}. Nothing was changed"
+        ) from reason
+    return copies
+
+
+def _require_none_since(steps: StepCatalog, record: Rollback, copies: dict[int, bytes]) -> None:
+    """Raise CheckpointError when the run went on since: its steps would be mixed with these."""
+    later = [step for step in steps.all() if step > record.step]
+    since = [s for s in later if s not in copies or not _same(steps, s, copies[s])]
+    if since:
+        raise CheckpointError(
+            f"the run has committed the steps {since[:8]} since it went back to step "
+            f"{record.step}: they cannot stand beside those that were hidden. Nothing was changed. "
+            f"rollback({record.step}) hides them, too; then take this one back by its name, "
+            f"{record.name!r}"
+        )
+
+
+def _same(steps: StepCatalog, step: int, data: bytes) -> bool:
+    """Whether what is committed as this step is what was hidden."""
+    key = manifest_key(steps.prefix, step)
+    try:
+        return bytes(steps.pool.get(key)) == bytes(data)
+    except ObjectNotFound:
+        return False
+
+
+def _moved(steps: StepCatalog, found: _Found, state: RollbackState) -> _Found:
+    """The record in another state. Raises VersionConflict when another process moved it."""
+    record = replace(found.rollback, state=state)
+    if found.rollback.state is state:
+        return found
+    key = record_key(steps.prefix, record.name)
+    info = steps.pool.put(key, record.encode(), if_version=found.version)
+    return _Found(rollback=record, version=info.version)
+
+
+def remove_expired(steps: StepCatalog, now_ms: int) -> list[int]:
+    """Remove hidden steps whose time is over, and copies of those that were taken back.
+
+    Best effort: failing at it is logged. Returns the steps that are gone for good. Decides by this
+    machine's clock; one that is ahead takes away the chance to take a rollback back, nothing else.
+    """
+    gone: list[int] = []
+    try:
+        for found in _records(steps):
+            record = found.rollback
+            over = now_ms >= record.until_ms and record.state is not RollbackState.RETURNING
+            if not over and record.state is not RollbackState.EXPIRED:
+                continue
+            returned = record.state is RollbackState.RETURNED
+            if not returned:
+                _moved(steps, found, RollbackState.EXPIRED)
+            _remove(steps, record)
+            gone += [] if returned else record.hidden
+    except (HpstoreError, OSError) as error:
+        _log.warning("hidden steps under %r are left: %s", steps.prefix, error)
+    if gone:
+        _log.info("steps %s under %r, hidden by a rollback, are removed", gone[-8:], steps.prefix)
+    return gone
+
+
+def _remove(steps: StepCatalog, record: Rollback) -> None:
+    """The copies, then the segments that nothing else names, then the record: after a crash in the
+    middle the rest is found again."""
+    segments: set[str] = set()
+    copies = [copy_key(steps.prefix, record.name, step) for step in record.hidden]
+    for key in copies:
+        try:
+            data = steps.pool.get(key)
+            segments |= Manifest.decode(data, where=key, facts_only=True).segment_keys
+        except (ObjectNotFound, IntegrityError):
+            continue  # garbage collection finds what it names
+    steps.pool.delete_many(copies, missing_ok=True)
+    steps.remove_unnamed(segments)
+    steps.pool.delete_many([record_key(steps.prefix, record.name)], missing_ok=True)
