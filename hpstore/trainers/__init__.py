@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hpstore.trainers.pipelining.hooks import PipelineHooks
     from hpstore.trainers.pipelining.idle_time import BubbleReport
     from hpstore.trainers.pipelining.step_record import StepRecord
+    from hpstore.trainers.save_tracker import SaveTracker
     from hpstore.trainers.torch_checkpointing import PoolStorage, PoolStorageConfig
 
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "PoolStorageConfig": "hpstore.trainers.torch_checkpointing",
     "PoolTrainerCallback": "hpstore.trainers.huggingface",
     "RequireUsedIO": "hpstore.trainers.lightning",
+    "SaveTracker": "hpstore.trainers.save_tracker",
     "StepRecord": "hpstore.trainers.pipelining.step_record",
 }
 
@@ -48,5 +50,6 @@ __all__ = [
     "PoolStorageConfig",
     "PoolTrainerCallback",
     "RequireUsedIO",
+    "SaveTracker",
     "StepRecord",
 ]

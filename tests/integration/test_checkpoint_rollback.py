@@ -363,6 +363,7 @@ def test_hidden_steps_go_after_their_time(run: Pool, clock: Callable[[int], None
         assert not [key for key in keys if "/rolled-back/" in key]
 
 
+@pytest.mark.usefixtures("segments_apart")
 def test_a_training_removes_them_after_its_saves(run: Pool, clock: Callable[[int], None]) -> None:
     """Where retention runs; it is one that goes on for longer than the time."""
     with checkpointer(run, keep_last=3) as ckpt:
@@ -372,6 +373,8 @@ def test_a_training_removes_them_after_its_saves(run: Pool, clock: Callable[[int
         ckpt.saver.flush()
         assert ckpt.steps.rollbacks() == []
         assert held(ckpt) == {1: 1.0, 2: 2.0, 3: 3.5}
+        named = {s.key for step in (1, 2, 3) for s in ckpt.steps.manifest(step).objects}
+        assert {key for key in run.list(RUN) if "/segment-" in key} == named
 
 
 @pytest.mark.usefixtures("segments_apart")
@@ -405,6 +408,27 @@ def test_one_process_decides_whether_it_goes_or_comes_back(
         monkeypatch.setattr(rollback, "_moved", expiring)
         with pytest.raises(VersionConflict):
             ckpt.steps.undo_rollback()
+        assert held(ckpt) == {1: 1.0, 2: 2.0}
+
+
+@pytest.mark.usefixtures("segments_apart")
+def test_what_is_being_removed_is_not_taken_back(
+    run: Pool, clock: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The undo comes in the middle of the removal: it would commit what has no segments soon."""
+    with checkpointer(run) as ckpt, checkpointer(run) as other:
+        ckpt.rollback(2)
+        clock(12 * WEEK_MS)
+        remove = rollback._remove
+
+        def removing(*args: Any) -> None:
+            with pytest.raises(CheckpointError, match="none has hidden steps that are still kept"):
+                ckpt.steps.undo_rollback()
+            remove(*args)
+
+        monkeypatch.setattr(rollback, "_remove", removing)
+        other.steps.collect_garbage()
+        assert ckpt.steps.rollbacks() == []
         assert held(ckpt) == {1: 1.0, 2: 2.0}
 
 

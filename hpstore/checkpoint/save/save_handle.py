@@ -86,6 +86,32 @@ class SaveHandle:
         """Whether it is committed or has failed."""
         return self._future.done()
 
+    def settled(self, timeout: float | None = None) -> bool:
+        """Wait until it is committed or has failed, raising nothing of it.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait at most. Default: without a limit.
+
+        Returns
+        -------
+        bool
+            False when it takes longer, or is saved by the process that this one is a fork of.
+        """
+        if self.foreign and not self.done():
+            return False
+        return self._future in wait([self._future], timeout).done
+
+    def outcome(self) -> SaveReport | BaseException | None:
+        """Return its report, or what went wrong in it; None while it is under way.
+
+        For those who watch: unlike after result(), the Checkpointer still raises an error.
+        """
+        if not self.done():
+            return None
+        return self._future.exception() or self._future.result()
+
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the save is durable.
 
