@@ -31,6 +31,7 @@ from hpstore.checkpoint.save.save_policies import (
     SavePolicy,
 )
 from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.terminal_bar import TerminalBar
 
 __all__ = [
     "AnyOf",
@@ -61,6 +62,7 @@ __all__ = [
     "Steps",
     "StorageReader",
     "StorageWriter",
+    "TerminalBar",
     "VerifyReport",
     "export_checkpoint",
     "import_checkpoint",

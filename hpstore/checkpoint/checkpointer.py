@@ -299,6 +299,7 @@ class Checkpointer(Closing):
         *,
         strict: bool = True,
         load: LoadOptions | None = None,
+        progress: ByteProgress | None = None,
     ) -> int | None:
         """Fill `state` from a step, by default the newest valid one. Collective.
 
@@ -318,6 +319,9 @@ class Checkpointer(Closing):
             are errors. False loads what fits; `last_restore` lists the rest, one line is logged.
         load
             What of the step is loaded, under which names. Default: all of it.
+        progress
+            Called with stored bytes read by this rank and in all, by the threads that read, one at
+            a time; begins again for each step that is tried. TerminalBar shows it.
 
         Returns
         -------
@@ -342,6 +346,7 @@ class Checkpointer(Closing):
             allow_pickle=self.allow_pickle,
             warm=self.saver.memory(),
             load=options,
+            progress=progress,
         )
         with self._turn.calling("restore()"), self.saver.resting():
             found = restore_together(self._ranks, self._catalog, state, step, how)

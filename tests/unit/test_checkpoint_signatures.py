@@ -18,6 +18,8 @@ MADE_BY_US = (
     "Preempted",
     "StepDecision",
     "RetentionRule",
+    "Rollback",
+    "StepDiff",
 )
 SIZES = ("memory", "_bytes")
 

@@ -9,7 +9,8 @@ from math import prod
 
 import torch
 
-from hpstore.checkpoint.restore.saved_step import SavedStep, load_tensors
+from hpstore.checkpoint.restore.saved_step import SavedStep
+from hpstore.checkpoint.restore.whole_tensors import load_tensors
 from hpstore.pool.pool import Pool
 
 SLAB_ELEMENTS = 1 << 21  # of a tensor at a time: 16 MiB as float64, three of which are in memory

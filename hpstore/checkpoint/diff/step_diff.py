@@ -75,7 +75,13 @@ class StepDiff:
         return not self.tensors and not self.values
 
     def count(self, change: Change) -> int:
-        """Tensors of which this became."""
+        """Count the tensors that differ in one way.
+
+        Parameters
+        ----------
+        change
+            What became of them.
+        """
         return sum(found.change is change for found in self.tensors)
 
     @property

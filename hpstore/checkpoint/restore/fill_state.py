@@ -109,7 +109,13 @@ def restore_state(
 
     try:
         count = fill_chunks(
-            pool, manifest.segments, manifest.items, wanted, how.warm, begins=filling_begins
+            pool,
+            manifest.segments,
+            manifest.items,
+            wanted,
+            how.warm,
+            begins=filling_begins,
+            progress=how.progress,
         )
         filling.put_transformed()
     except RuntimeError as error:

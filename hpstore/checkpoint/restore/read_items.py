@@ -19,6 +19,7 @@ import torch
 from hpstore.checkpoint.format.items import FRAME_BYTES, Box, Item, by_name
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.format.segment_plan import Chunk
+from hpstore.checkpoint.restore.byte_meter import ByteMeter
 from hpstore.checkpoint.restore.range_targets import (
     FramedTarget,
     GatherTarget,
@@ -203,6 +204,7 @@ class SegmentReads:
         self.ranges = coalesced(self._reads)
         self._active: list[RangeRead] = []
         self._next = self._at = 0
+        self.seen: Callable[[int], None] | None = None  # told the bytes that come
 
     def split(self) -> list[SegmentReads]:
         """Two halves of about the same size for two threads; one when no border lies between."""
@@ -211,7 +213,10 @@ class SegmentReads:
         for n, read in enumerate(self._reads):
             apart = n and read.start >= end and read.item is not self._reads[n - 1].item
             if seen >= wanted and apart:
-                return [SegmentReads(self._reads[:n]), SegmentReads(self._reads[n:])]
+                halves = [SegmentReads(self._reads[:n]), SegmentReads(self._reads[n:])]
+                for half in halves:
+                    half.seen = self.seen
+                return halves
             seen += read.end - max(read.start, end) if read.end > end else 0
             end = max(end, read.end)
         return [self]
@@ -232,16 +237,23 @@ class SegmentReads:
             if read.end > end:
                 still.append(read)
         self._active = still
+        if self.seen is not None:
+            self.seen(len(data))
 
 
 Warm = Callable[[Segment], Bytes | None]  # memory that still holds a segment, as it was written
 
 
 def run_reads(
-    pool: Pool, segments: Sequence[Segment], reads: Iterable[RangeRead], warm: Warm | None = None
+    pool: Pool,
+    segments: Sequence[Segment],
+    reads: Iterable[RangeRead],
+    warm: Warm | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Fill everything that `reads` want; returns the bytes asked of the pool.
 
+    `progress` gets the stored bytes that have come, and all of them, by the threads that read.
     Segments are read several at a time. Raises IntegrityError, TooManyErasures, ObjectNotFound;
     targets are then partly filled.
     """
@@ -249,13 +261,25 @@ def run_reads(
     for read in reads:
         by_segment.setdefault(read.segment, []).append(read)
 
-    def one(number: int) -> int:
-        return _read_segment(pool, segments[number], SegmentReads(by_segment[number]), warm)
+    scatters = {number: SegmentReads(mine) for number, mine in by_segment.items()}
+    meter = None
+    if progress is not None:
+        ranges = [span for scatter in scatters.values() for span in scatter.ranges]
+        meter = ByteMeter(progress, sum(high - low for low, high in ranges))
+        for scatter in scatters.values():
+            scatter.seen = meter.add
 
-    if len(by_segment) <= 1:
-        return sum(map(one, by_segment))
-    with WorkerThreads(_READERS, "hpstore-restore") as threads:
-        return sum(threads.map(one, by_segment))
+    def one(number: int) -> int:
+        return _read_segment(pool, segments[number], scatters[number], warm)
+
+    if len(scatters) <= 1:
+        count = sum(map(one, scatters))
+    else:
+        with WorkerThreads(_READERS, "hpstore-restore") as threads:
+            count = sum(threads.map(one, scatters))
+    if meter is not None:
+        meter.end()
+    return count
 
 
 def _read_segment(pool: Pool, segment: Segment, scatter: SegmentReads, warm: Warm | None) -> int:
@@ -358,6 +382,7 @@ def fill_chunks(
     warm: Warm | None = None,
     *,
     begins: Callable[[], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Fill wanted boxes from a checkpoint's items; returns the bytes asked of the pool.
 
@@ -372,4 +397,4 @@ def fill_chunks(
     if begins is not None:
         _require_there(pool, [segments[n] for n in sorted({r.segment for r in reads})], warm)
         begins()
-    return run_reads(pool, segments, reads, warm)
+    return run_reads(pool, segments, reads, warm, progress)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ class RestoreOptions:
     rank: int = 0
     allow_pickle: bool = False
     warm: Warm | None = None
+    progress: Callable[[int, int], None] | None = None
     load: LoadOptions = field(default_factory=LoadOptions)
 
 
