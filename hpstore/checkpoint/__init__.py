@@ -7,6 +7,7 @@ from hpstore.checkpoint.catalog.hidden_steps import Rollback
 from hpstore.checkpoint.catalog.retention import Best, RetentionRule, StepDecision
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.export import ExportReport, export_checkpoint
+from hpstore.checkpoint.convert.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from hpstore.checkpoint.convert.import_files import ImportReport, import_checkpoint
 from hpstore.checkpoint.convert.torch_objects import torch_load, torch_save
 from hpstore.checkpoint.dcp.dcp_stager import Stager
@@ -64,9 +65,11 @@ __all__ = [
     "StorageWriter",
     "TerminalBar",
     "VerifyReport",
+    "dcp_to_torch_save",
     "export_checkpoint",
     "import_checkpoint",
     "load_model",
     "torch_load",
     "torch_save",
+    "torch_save_to_dcp",
 ]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import zipfile
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from hpstore.checkpoint.convert.dcp_directories import OneByOne
+from hpstore.checkpoint.convert.metadata_pickle import nested, read_metadata_pickle
 from hpstore.checkpoint.convert.safetensors_files import read_safetensors
 from hpstore.checkpoint.convert.torch_files import read_torch_file, tensors_in
 from hpstore.checkpoint.dcp.storage_reader import checked_bytes
@@ -92,7 +97,26 @@ def take_dcp_bytes(data: bytes) -> None:
     checked_bytes(io.BytesIO(data), "x")
 
 
+def metadata_seeds() -> list[bytes]:
+    """A .metadata as torch pickles it, by two protocols."""
+    planner = OneByOne(lambda found: found)
+    state = {"a": [torch.ones(2, 3), {"b": 1}], "c": torch.ones(0)}
+    planner.set_up_planner(state, is_coordinator=True)
+    _, metadata = planner.create_global_plan([planner.create_local_plan()])
+    metadata.storage_data = {
+        MetadataIndex(name, None if offset is None else torch.Size(offset)): _StorageInfo("x", 0, n)
+        for name, offset, n in [("a.0", (0, 0), 24), ("a.1.b", None, 9), ("c", (0,), 0)]
+    }
+    return [pickle.dumps(metadata, protocol=protocol) for protocol in (2, 4)]
+
+
+def take_metadata(data: bytes) -> None:
+    found = read_metadata_pickle(data, "x")
+    nested(found.names, found.paths, lambda name: None)
+
+
 WEIGHT_FILE_TARGETS = [
+    Target(name="dcp-metadata", run=take_metadata, seeds=metadata_seeds),
     Target(
         name="safetensors",
         run=take_safetensors,

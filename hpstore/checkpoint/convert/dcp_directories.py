@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from hpstore.checkpoint.convert.torch_files import tensors_in
 from hpstore.errors import CheckpointError
 from hpstore.units import MIB
 
@@ -39,8 +40,11 @@ def is_ours(name: str) -> bool:
     return name == METADATA or name.endswith(".distcp")
 
 
-class _OneByOne(DefaultSavePlanner):
-    """Resolves placeholders to tensors when the writer asks for them."""
+class OneByOne(DefaultSavePlanner):
+    """Resolves placeholders to tensors when the writer asks for them.
+
+    Also those within values that torch's planner takes for one, such as tuples.
+    """
 
     def __init__(self, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -52,7 +56,19 @@ class _OneByOne(DefaultSavePlanner):
         found = self.lookup_object(write_item.index)
         if isinstance(found, torch.Tensor):
             return self._tensor(found)
-        return super().resolve_data(write_item)
+        return super().transform_object(write_item, self._filled(found))
+
+    def _filled(self, value: Any) -> Any:
+        """A value with real tensors in it."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if type(value) in (list, tuple):
+            return type(value)(self._filled(child) for child in value)
+        if type(value) is dict:
+            return {name: self._filled(child) for name, child in value.items()}
+        if any(True for _ in tensors_in(value)):
+            raise CheckpointError(f"a {type(value).__name__} with tensors in it cannot be written")
+        return value
 
     def require_all(self, plan: SavePlan) -> None:
         """Raise CheckpointError unless everything planned was asked for."""
@@ -96,7 +112,7 @@ def write_dcp(
 ) -> None:
     """A DCP checkpoint that dcp.load reads. `state` holds placeholders; `tensor` gives for each
     the real one, in the order of the state, one at a time."""
-    planner = _OneByOne(tensor)
+    planner = OneByOne(tensor)
     writer = _InParts(folder, single_file_per_rank=True, thread_count=1)
     try:
         with _without_the_warning():

@@ -37,20 +37,25 @@ class _Record:
 
 # Any: nested values of a training state
 def write_torch_file(path: Path, state: Any, tensor: Callable[[int], torch.Tensor]) -> None:
+    """As write_torch_stream, into a new file."""
+    with path.open("w+b") as out:
+        write_torch_stream(out, state, tensor)
+
+
+def write_torch_stream(out: BinaryIO, state: Any, tensor: Callable[[int], torch.Tensor]) -> None:
     """torch.save(state), where the n-th tensor in it, in order, is `tensor(n)`.
 
     The tensors in `state` are placeholders of the same shapes and dtypes, whose memory is never
-    touched; each has its own.
+    touched; each has its own. `out` is empty, and can be read, written and sought.
     """
-    with path.open("wb") as out, torch.serialization.skip_data():
+    with torch.serialization.skip_data():
         torch.save(state, out)
     count = sum(1 for _ in tensors_in(state))
-    records = _records(path)
+    records = _records(out)
     if len(records) != count:
         raise CheckpointError(f"torch wrote {len(records)} storages for {count} tensors")
-    with path.open("r+b") as out:
-        for number in range(count):
-            _fill(out, records[number], tensor(number))
+    for number in range(count):
+        _fill(out, records[number], tensor(number))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -62,16 +67,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(child)
 
 
-def _records(path: Path) -> dict[int, _Record]:
+def _records(file: BinaryIO) -> dict[int, _Record]:
     """The storages of a file by number."""
     found = {}
-    with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+    with zipfile.ZipFile(file) as archive:
         entry_at = archive.start_dir
         for info in archive.infolist():
             file.seek(entry_at)
             fixed = file.read(46)
             if fixed[:4] != _ENTRY:
-                raise CheckpointError(f"torch wrote a file that is no plain ZIP: {path}")
+                raise CheckpointError("torch wrote a file that is no plain ZIP")
             folder, _, name = info.filename.rpartition("/")
             if folder.endswith("/data") and name.isdigit():
                 file.seek(info.header_offset + 26)

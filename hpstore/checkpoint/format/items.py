@@ -232,12 +232,18 @@ def require_cover(items: Iterable[Item], names: Iterable[str]) -> None:
                 f"{short.box.sizes} at {short.box.offsets} of {short.shape} "
                 f"{short.dtype}: that is not all of it"
             )
-        inside = all(_is_inside(i.box, i.shape) for i in boxes)
-        exact = inside and sum(i.box.count for i in boxes) == prod(boxes[0].shape)
-        if not exact or _any_overlap([i.box for i in boxes if i.box.count]):
+        if not covers([i.box for i in boxes], boxes[0].shape):
             raise CheckpointError(
                 f"the boxes that were written of tensor {name!r} do not cover it exactly once"
             )
+
+
+def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether the boxes cover a shape exactly once. Pure."""
+    if not all(_is_inside(box, shape) for box in boxes):
+        return False
+    exact = sum(box.count for box in boxes) == prod(shape)
+    return exact and not _any_overlap([box for box in boxes if box.count])
 
 
 @lru_cache(maxsize=64)

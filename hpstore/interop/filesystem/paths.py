@@ -146,6 +146,11 @@ class PoolPaths(AbstractFileSystem, metaclass=_Canonical):  # type: ignore[misc]
         mount = self._own or self.mounts.mount(self._config(root), read_only=self.read_only)
         return ParsedPath(mount=mount, root=root, key=key)
 
+    def resolved(self, path: Any) -> ParsedPath:  # Any: str or PathLike
+        """The open pool and the key that a path means. Raises ConfigError where there is no pool,
+        IsADirectoryError where there is no key."""
+        return self._object(path)
+
     def _object(self, path: Any) -> ParsedPath:  # Any: str or PathLike
         place = self._place(path)
         if not place.key:
