@@ -2,7 +2,8 @@
 pipeline-parallel ones (docs/pipeline.md).
 
 Each adapter's package is imported when its name is first used, so that no trainer is needed for
-another: `pip install hpstore[lightning]`, `[huggingface]`, `[torch-checkpointing]`.
+another: `pip install hpstore[lightning]`, `[huggingface]`, `[ignite]`,
+`[torch-checkpointing]`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpstore.trainers.huggingface import PoolAccelerate, PoolLoader, PoolTrainerCallback
+    from hpstore.trainers.ignite import PoolSaveHandler
     from hpstore.trainers.lightning import PoolCheckpointIO, RequireUsedIO
     from hpstore.trainers.pipelining.hooks import PipelineHooks
     from hpstore.trainers.pipelining.idle_time import BubbleReport
@@ -25,6 +27,7 @@ _HOMES = {
     "PoolAccelerate": "hpstore.trainers.huggingface",
     "PoolCheckpointIO": "hpstore.trainers.lightning",
     "PoolLoader": "hpstore.trainers.huggingface",
+    "PoolSaveHandler": "hpstore.trainers.ignite",
     "PoolStorage": "hpstore.trainers.torch_checkpointing",
     "PoolStorageConfig": "hpstore.trainers.torch_checkpointing",
     "PoolTrainerCallback": "hpstore.trainers.huggingface",
@@ -46,6 +49,7 @@ __all__ = [
     "PoolAccelerate",
     "PoolCheckpointIO",
     "PoolLoader",
+    "PoolSaveHandler",
     "PoolStorage",
     "PoolStorageConfig",
     "PoolTrainerCallback",
