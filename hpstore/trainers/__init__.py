@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpstore.trainers.pipelining.hooks import PipelineHooks
     from hpstore.trainers.pipelining.idle_time import BubbleReport
     from hpstore.trainers.pipelining.step_record import StepRecord
+    from hpstore.trainers.pretrained import load_pretrained, save_pretrained
     from hpstore.trainers.save_tracker import SaveTracker
     from hpstore.trainers.torch_checkpointing import PoolStorage, PoolStorageConfig
 
@@ -34,6 +35,8 @@ _HOMES = {
     "RequireUsedIO": "hpstore.trainers.lightning",
     "SaveTracker": "hpstore.trainers.save_tracker",
     "StepRecord": "hpstore.trainers.pipelining.step_record",
+    "load_pretrained": "hpstore.trainers.pretrained",
+    "save_pretrained": "hpstore.trainers.pretrained",
 }
 
 
@@ -56,4 +59,6 @@ __all__ = [
     "RequireUsedIO",
     "SaveTracker",
     "StepRecord",
+    "load_pretrained",
+    "save_pretrained",
 ]

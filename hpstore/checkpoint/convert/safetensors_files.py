@@ -6,7 +6,7 @@ The format is 8 bytes of header length, a JSON header, raw little-endian bytes; 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -139,13 +139,10 @@ def _files_of(folder: Path) -> dict[str, set[str] | None]:
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if len(indexes) == 1:
         try:
-            where = json.loads(indexes[0].read_text(encoding="utf-8"))["weight_map"]
-            files = _tensors_by_file(where)
-        except (OSError, *MALFORMED) as error:
+            text = indexes[0].read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise MalformedFile(f"{indexes[0]} is no index: {brief(error)}") from error
-        if any("/" in name or name.startswith(".") for name in files):
-            raise CheckpointError(f"{indexes[0]} names files outside its folder")
-        return files
+        return read_index(text, str(indexes[0]))
     single = sorted(path.name for path in folder.glob("*.safetensors"))
     if len(single) != 1 or indexes:
         raise CheckpointError(
@@ -153,6 +150,17 @@ def _files_of(folder: Path) -> dict[str, set[str] | None]:
             "wanted are one file, or files with one index"
         )
     return {single[0]: None}
+
+
+def read_index(text: str, where: str) -> dict[str, set[str] | None]:
+    """Files that an index names, with the tensors of each. Raises CheckpointError."""
+    try:
+        files = _tensors_by_file(json.loads(text)["weight_map"])
+    except MALFORMED as error:
+        raise MalformedFile(f"{where} is no index: {brief(error)}") from error
+    if any("/" in name or name.startswith(".") for name in files):
+        raise CheckpointError(f"{where} names files outside its folder")
+    return files
 
 
 def _tensors_by_file(where: Mapping[str, str]) -> dict[str, set[str] | None]:
@@ -166,21 +174,46 @@ def _read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise ValueError("its header is longer than the file")
-            entries = json.loads(file.read(length))
-        entries.pop("__metadata__", None)
-        rows = [(name, *_checked(name, entry)) for name, entry in entries.items()]
-        _require_contiguous([row[3:] for row in rows], size - 8 - length)
+            start, rows = read_header(file.read, size, str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except MALFORMED as error:
-        raise MalformedFile(f"{path} is not a safetensors file: {brief(error)}") from error
     mapped = np.memmap(path, np.uint8, mode="c") if size else np.empty(0, np.uint8)
-    start = 8 + length
-    for name, dtype, shape, low, high in rows:
-        yield name, _tensor(torch.from_numpy(mapped[start + low : start + high]), dtype, shape)
+    for row in rows:
+        raw = torch.from_numpy(mapped[start + row.low : start + row.high])
+        yield row.name, _tensor(raw, row.dtype, row.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a file: its bytes are [low, high) behind the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    low: int
+    high: int
+
+
+def read_header(
+    read: Callable[[int], bytes], size: int, where: str
+) -> tuple[int, list[StoredTensor]]:
+    """Where a file's tensors begin, and what they are, in the order of the header.
+
+    `read` gives the next bytes of the file of `size` bytes. Raises MalformedFile.
+    """
+    try:
+        length = int.from_bytes(read(8), "little")
+        if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+            raise ValueError("its header is longer than the file")
+        entries = json.loads(read(length))
+        entries.pop("__metadata__", None)
+        rows = [_checked(name, entry) for name, entry in entries.items()]
+        _require_contiguous([(row.low, row.high) for row in rows], size - 8 - length)
+    except OSError:
+        raise
+    except MALFORMED as error:
+        raise MalformedFile(f"{where} is not a safetensors file: {brief(error)}") from error
+    return 8 + length, rows
 
 
 def _tensor(raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
@@ -189,8 +222,8 @@ def _tensor(raw: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torc
     return raw.view(dtype).reshape(tuple(shape))
 
 
-def _checked(name: str, entry: Mapping[str, Any]) -> tuple[torch.dtype, list[int], int, int]:
-    """Dtype, shape, and where the bytes begin and end. Raises ValueError."""
+def _checked(name: str, entry: Mapping[str, Any]) -> StoredTensor:
+    """An entry of the header. Raises ValueError."""
     low, high = (int(n) for n in entry["data_offsets"])
     shape = [int(n) for n in entry["shape"]]
     if entry["dtype"] not in DTYPES:
@@ -203,7 +236,7 @@ def _checked(name: str, entry: Mapping[str, Any]) -> tuple[torch.dtype, list[int
     name.encode()  # ValueError for half a surrogate pair
     if high - low != prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has {high - low} bytes for {shape} of {entry['dtype']}")
-    return dtype, shape, low, high
+    return StoredTensor(name=name, dtype=dtype, shape=shape, low=low, high=high)
 
 
 def _require_contiguous(ranges: Sequence[tuple[int, int]], size: int) -> None:
