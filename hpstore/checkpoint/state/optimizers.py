@@ -31,8 +31,10 @@ def named_parameters(model: torch.nn.Module) -> dict[torch.Tensor, str]:
     """Parameters with the names that get_model_state_dict gives them, or that FIRST_NAMES has."""
     if any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
         raise CheckpointError(
-            "a model in FullyShardedDataParallel cannot be saved by the Checkpointer; use "
-            "fully_shard (FSDP2), or torch.distributed.checkpoint with hpstore's StorageWriter"
+            "a model in FullyShardedDataParallel (FSDP1) cannot be saved by the Checkpointer. "
+            "Nothing was changed. Write fully_shard(model) in the place of "
+            "FullyShardedDataParallel(model), or keep that and "
+            "dcp.save(get_model_state_dict(model), storage_writer=StorageWriter(pool, path))"
         )
     first: Mapping[str, str] = getattr(model, FIRST_NAMES, {})
     model = unwrapped(model)
