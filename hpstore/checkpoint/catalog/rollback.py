@@ -13,8 +13,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpstore.checkpoint.catalog.commit_checks import require_safe
 from hpstore.checkpoint.catalog.hidden_steps import Rollback, RollbackState, copy_key, record_key
+from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest, manifest_key
 from hpstore.errors import (

@@ -17,7 +17,7 @@ from hpstore.checkpoint.convert.safetensors_files import (
 )
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, MalformedFile
-from hpstore.objects.read.range_reader import PooledReader
+from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB
 
