@@ -135,8 +135,6 @@ class Checkpointer(Closing):
         self._closed, self.last_restore = False, None
         self.saver.get_ready(example)
 
-    # --- saving -----------------------------------------------------------------------------
-
     def per_rank(self, value: Any) -> PerRank:
         """Wrap a value that every rank keeps for itself (loader state, local statistics).
 
@@ -289,8 +287,6 @@ class Checkpointer(Closing):
         if self._closed:
             raise CheckpointError("the checkpointer is closed")
 
-    # --- restoring --------------------------------------------------------------------------
-
     @collector_paused()
     def restore(
         self,
@@ -304,29 +300,26 @@ class Checkpointer(Closing):
         """Fill `state` from a step, by default the newest valid one. Collective.
 
         The manifest is the template: a freshly built optimizer gets its moments. Names, shapes and
-        dtypes are compared first, then tensors are filled in place, each verified. Without a
-        `step`, a damaged checkpoint is passed over (logged) for the one before it. The checkpoint
-        may have been written by another number of ranks and another mesh.
+        dtypes are compared first, then tensors are filled in place, each verified. Another number
+        of ranks, or another mesh, may have saved it.
 
         Parameters
         ----------
-        state
-            As given to save().
-        step
-            A committed step. Default: the newest that can be read.
+        state, step
+            As given to save(). Default: the newest that can be read; damaged ones are logged.
         strict
             A recorded name that nothing takes, a wanted one that was not recorded, another shape
             are errors. False loads what fits; `last_restore` lists the rest, one line is logged.
         load
             What of the step is loaded, under which names. Default: all of it.
         progress
-            Called with stored bytes read by this rank and in all, by the threads that read, one at
-            a time; begins again for each step that is tried. TerminalBar shows it.
+            Called with stored bytes read by this rank and in all, by threads that read, one at a
+            time; begins again for each step that is tried. TerminalBar shows it.
 
         Returns
         -------
         int
-            The step; None when there is no checkpoint.
+            The step; None without one.
 
         Raises
         ------
@@ -337,25 +330,23 @@ class Checkpointer(Closing):
         """
         self._usable()
         require_state(state)
-        options = checked_load(load)
-        self.wait()
         how = RestoreOptions(
             strict=strict,
             rng=self.rng,
             rank=self._ranks.rank,
             allow_pickle=self.allow_pickle,
             warm=self.saver.memory(),
-            load=options,
+            load=checked_load(load),
             progress=progress,
         )
+        self.wait()
         with self._turn.calling("restore()"), self.saver.resting():
             found = restore_together(self._ranks, self._catalog, state, step, how)
         if found is None:
             return None
         manifest, self.last_restore = found
         self.saver.refer_to(manifest)
-        self._schedule.restored(manifest.step)
-        return manifest.step
+        return self._schedule.restored(manifest.step)
 
     def load_model(
         self,
@@ -380,14 +371,8 @@ class Checkpointer(Closing):
         Returns
         -------
         RestoreReport
-            The step, and all names that were loaded or not.
-
-        Raises
-        ------
-        CheckpointMismatch, ConfigError
-            Model and checkpoint do not fit together; an argument is wrong. Nothing was changed.
-        CheckpointError, IntegrityError, RedundancyError
-            There is no checkpoint, or nothing can be read now.
+            The step, and all names that were loaded or not. Raises as restore(), and
+            CheckpointError where there is no checkpoint.
         """
         state, options = model_alone(model, name, load)
         if self.restore(state, step, strict=strict, load=options) is None:
@@ -416,14 +401,8 @@ class Checkpointer(Closing):
         Returns
         -------
         Rollback
-            `hidden`: which steps, none where there is no later one.
-
-        Raises
-        ------
-        ConfigError
-            An argument is wrong.
-        CheckpointError
-            There is no such step, a later one is protected or cannot be read, the pool is
+            `hidden`: which steps, none where there is no later one. CheckpointError is raised where
+            there is no such step, a later one is protected or cannot be read, the pool is
             read-only, or a save of another process is under way.
         """
         self._usable()
@@ -497,8 +476,6 @@ class Checkpointer(Closing):
         """
         return self.read(step).tensors(keys, map_location=map_location, load=load)
 
-    # --- committed steps, in short --------------------------------------------------------------
-
     def latest_valid(self) -> int | None:
         """Return the newest step that can be read: `steps.latest()`."""
         return self.steps.latest()
@@ -511,68 +488,13 @@ class Checkpointer(Closing):
         timeout: float | None = None,
         stop: threading.Event | None = None,
     ) -> Iterator[int]:
-        """Yield each committed step once, those to come too: `steps.watch()`, which has more.
-
-        Parameters
-        ----------
-        after
-            The last step that was done. Default: all that are there.
-        poll_seconds
-            Between two looks while nothing is new.
-        timeout
-            End when so many seconds have brought no new step. Default: never.
-        stop
-            End when this event is set.
-
-        Yields
-        ------
-        int
-            A step, in the order of the commits.
-
-        Raises
-        ------
-        ConfigError
-            An argument is wrong.
-        HpstoreError
-            The pool could not be read for all of the timeout.
-        """
+        """Yield each committed step once, those to come too; see Steps.watch."""
         return self.steps.watch(after=after, poll_seconds=poll_seconds, timeout=timeout, stop=stop)
 
     def verify(self, step: int, *, progress: ByteProgress | None = None) -> VerifyReport:
-        """Compare every item of a step with its hash: `steps.verify()`.
-
-        Parameters
-        ----------
-        step
-            A committed step.
-        progress
-            Called with bytes done and in all.
-
-        Returns
-        -------
-        VerifyReport
-            `ok`, or the names of what is damaged.
-
-        Raises
-        ------
-        CheckpointError, IntegrityError
-            There is no such step; its manifest is damaged.
-        """
+        """Compare every item of a step with its hash; see Steps.verify."""
         return self.steps.verify(step, progress=progress)
 
     def delete(self, step: int, *, force: bool = False) -> None:
-        """Delete a step: `steps.delete()`.
-
-        Parameters
-        ----------
-        step
-            A committed step.
-        force
-            Delete a protected step, too.
-
-        Raises
-        ------
-        CheckpointError
-            The step is protected, or there is none.
-        """
+        """Delete a step; see Steps.delete."""
         self.steps.delete(step, force=force)

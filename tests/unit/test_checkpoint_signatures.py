@@ -87,9 +87,20 @@ def described() -> Iterator[tuple[str, object]]:
                 yield f"{name}.{method}", call
 
 
+# short forms: their docstrings name the method of `steps` that describes the arguments
+SHORT = {f"Checkpointer.{name}": f"Steps.{name}" for name in ("watch", "verify", "delete")}
+
+
+def test_short_forms_name_the_long_ones() -> None:
+    for short, long in SHORT.items():
+        method = getattr(public.Checkpointer, short.partition(".")[2])
+        assert f"see {long}" in (inspect.getdoc(method) or "")
+
+
 def test_public_calls_with_arguments_say_what_these_are() -> None:
-    """Each has a section Parameters."""
-    found = dict(described())
+    """Each has a section Parameters, or names the one that has."""
+    found = {name: call for name, call in described() if name not in SHORT}
+    assert set(SHORT.values()) <= set(found)
     assert {"Checkpointer.save", "StorageWriter", "Stager.stage", "SaveHandle.result"} <= set(found)
     lacking = [n for n, call in found.items() if "Parameters\n" not in (inspect.getdoc(call) or "")]
     assert lacking == []

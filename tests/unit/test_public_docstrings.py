@@ -19,7 +19,7 @@ PACKAGES = (
     "hpstore.trainers",
     "hpstore.interop.zarr",
 )
-EXTRAS = ("accelerate", "lightning", "torch_checkpointing", "transformers")
+EXTRAS = ("accelerate", "ignite", "lightning", "torch_checkpointing", "transformers")
 
 # classes whose methods another library calls and describes; but for those of our own named here
 PROTOCOLS: dict[str, tuple[str, frozenset[str]]] = {

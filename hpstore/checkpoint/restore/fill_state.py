@@ -102,27 +102,7 @@ def restore_state(
     if how.strict and how.load.narrows:
         _require_chosen(filling, plan, mine, missing)
     filling.require_own_memory()
-    wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
-
-    def filling_begins() -> None:
-        touched.update(filling.filled.places.keys() & set(filling.loaded))
-
-    try:
-        count = fill_chunks(
-            pool,
-            manifest.segments,
-            manifest.items,
-            wanted,
-            how.warm,
-            begins=filling_begins,
-            progress=how.progress,
-        )
-        filling.put_transformed()
-    except RuntimeError as error:
-        raise CheckpointMismatch(f"a tensor cannot be filled in place: {error}") from error
-    for chunk in wanted:
-        if not chunk.tensor.is_inference():
-            torch.autograd.graph.increment_version(chunk.tensor)
+    count = _fill(pool, plan, filling, how, touched)
     apply(state, loaded, filled=filling.filled, strict=strict, rng=how.rng)
     filling.filled.take_loaded()
     unexpected = _untaken(filling, mine)
@@ -140,6 +120,34 @@ def restore_state(
         skipped=plan.skipped,
         left_out=plan.left_out,
     )
+
+
+def _fill(
+    pool: Pool, plan: RestorePlan, filling: Filler, how: RestoreOptions, touched: set[str]
+) -> int:
+    """Read tensors into their places; how many bytes were read."""
+    wanted = [chunk for chunks in filling.wanted.values() for chunk in chunks]
+
+    def filling_begins() -> None:
+        touched.update(filling.filled.places.keys() & set(filling.loaded))
+
+    try:
+        count = fill_chunks(
+            pool,
+            plan.manifest.segments,
+            plan.manifest.items,
+            wanted,
+            how.warm,
+            begins=filling_begins,
+            progress=how.progress,
+        )
+        filling.put_transformed()
+    except RuntimeError as error:
+        raise CheckpointMismatch(f"a tensor cannot be filled in place: {error}") from error
+    for chunk in wanted:
+        if not chunk.tensor.is_inference():
+            torch.autograd.graph.increment_version(chunk.tensor)
+    return count
 
 
 def _require_chosen(filling: Filler, plan: RestorePlan, tree: Any, missing: list[str]) -> None:

@@ -68,10 +68,11 @@ class SaveSchedule:
             self._since = self._monotonic()  # else it counts from the answer
         self._completed = self._saved = step
 
-    def restored(self, step: int) -> None:
-        """The run goes on from `step`: it may have gone back."""
+    def restored(self, step: int) -> int:
+        """The run goes on from `step`, which is returned: it may have gone back."""
         self._completed, self._answered, self._saved = step, None, step
         self._since = self._monotonic()
+        return step
 
     def _moment(self, step: int) -> Moment:
         """What the policy is shown. Without a step before this one, that is the only one."""
