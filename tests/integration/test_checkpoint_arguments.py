@@ -19,8 +19,10 @@ MADE: list[tuple[dict[str, Any], str]] = [  # Any: wrong on purpose
     ({"keep_last": 1.5}, "keep_last must be a whole number"),
     ({"keep_last": True}, "keep_last must be a whole number"),
     ({"keep_last": 1, "keep_every": 0}, "keep_every must be a whole number"),
-    ({"keep_every": 10}, "keep_every and keep_best say what stays beyond keep_last"),
-    ({"keep_best": "min:loss"}, "keep_every and keep_best say what stays beyond keep_last"),
+    ({"keep_every": 10}, "keep_every, keep_best and keep_for say what stays beyond keep_last"),
+    ({"keep_best": "min:loss"}, "keep_for say what stays beyond keep_last"),
+    ({"keep_for": "7d"}, "keep_for say what stays beyond keep_last"),
+    ({"keep_last": 1, "keep_for": "soon"}, "keep_for: 'soon' is not a span of time"),
     ({"keep_last": 1, "keep_best": "loss"}, '"min:loss"'),
     (
         {"keep_last": 1, "keep_best": Best(metric="loss", mode="min", count=0)},
