@@ -39,6 +39,7 @@ from hpstore.objects.write.conditional_put import bar_puts
 from hpstore.objects.write.prewrite_files import prepare_space
 from hpstore.pool.pool_devices import PoolDevices
 from hpstore.pool.session import PoolSession
+from hpstore.pool.state_in_brief import state_in_brief
 from hpstore.pool.status import PoolStatus, pool_status
 from hpstore.runtime.buffers import Lease
 from hpstore.runtime.clock import Clock
@@ -129,6 +130,12 @@ class PoolAdmin:
             self._session.health,
             past=past,
         )
+
+    def state_in_brief(self) -> str:
+        """Devices that answer now, room, and the losses that the pool still bears, as one line for
+        an error. Asks each device; walks no keys."""
+        self._session.require_open()
+        return state_in_brief(self._store, self._session.config.name)
 
     def condition(self, silent: Collection[str] = ()) -> Condition:
         """How the objects are, by names, without the devices that are known to be `silent`. Walks

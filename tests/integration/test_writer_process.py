@@ -239,7 +239,7 @@ def test_two_at_once(pool: hpstore.Pool) -> None:
 def test_ranks_that_save_together_are_refused(pool: hpstore.Pool) -> None:
     ranks: Any = SimpleNamespace(world=2)
     with pytest.raises(ConfigError, match=r'one of 2 ranks .* use background="thread"'):
-        writer_of(SimpleNamespace(pool=pool), ranks, Arena(shared=True))  # type: ignore[arg-type]
+        writer_of(SimpleNamespace(pool=pool), ranks, Arena(shared=True), "process")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="background 'threads' is not one of"):
         SaveOptions(background="threads")
 

@@ -14,8 +14,11 @@ from hpstore.errors import ConfigError
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"staging": "overlapped"}, "staging 'overlapped' is not one of copy, overlap"),
     ({"staging": None}, "staging None is not one of"),
+    ({"background": "process", "on_failure": "retry"}, 'has no on_failure="retry"'),
     ({"background": "fork"}, "background 'fork' is not one of thread, process"),
     ({"on_busy": "later"}, "on_busy 'later' is not one of wait, skip, error"),
+    ({"on_failure": "ignore"}, "on_failure 'ignore' is not one of raise, warn, retry"),
+    ({"retry_seconds": -1}, "retry_seconds must be a number of seconds"),
     ({"pace": "slow"}, "pace 'slow' is not one of fast, gentle"),
     ({"on_sigterm": "stop"}, "on_sigterm 'stop' is not one of finish, save"),
     ({"compression": "gzip"}, "compression 'gzip' is not one of lz4, zstd, shuffle-lz4"),

@@ -81,6 +81,20 @@ class StepCatalog:
             return "what was committed before is untouched"
         return f"step {steps[-1]} is still current" if steps else "no step was committed before"
 
+    def unsaved(self, error: HpstoreError, step: int, *, maybe_visible: bool) -> HpstoreError:
+        """What went wrong in a save, saying what became of the step, which one is good, and how the
+        pool is."""
+        fate = "may be committed or not" if maybe_visible else "is not committed"
+        try:
+            state = f" ({self.pool.admin.state_in_brief()})"
+        except (HpstoreError, OSError):
+            state = ""  # the error says enough
+        return type(error)(
+            f"step {step} {fate}, {self.standing()}: {error}{state}",
+            device=error.device,
+            key=error.key,
+        )
+
     def committed(self, step: int) -> None:
         """A step was committed; the next listing will have it."""
         self._seen |= {step}

@@ -42,6 +42,7 @@ class Ranks:
     # Any below: torch's process groups have no public type
     def __init__(self, timeout_seconds: float, group: Any = None, *, alone: bool = False) -> None:
         self.rank, self.world = 0, 1
+        self.lost = False  # a message of a rank did not come: what they do next may differ
         self._groups: dict[RankChannel, Any] = {}
         self._timeout_seconds = timeout_seconds
         if not alone and dist.is_available() and dist.is_initialized():
@@ -139,6 +140,7 @@ class Ranks:
             raise self._lost(error, group.group_name) from error
 
     def _lost(self, error: RuntimeError, name: str) -> CheckpointError:
+        self.lost = True
         absent = self._roll.absent(name) if name else []
         who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
         return CheckpointError(

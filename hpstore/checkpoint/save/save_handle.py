@@ -82,6 +82,11 @@ class SaveHandle:
         """Whether this process is a fork of the one that saves: the save's thread is not here."""
         return self._pid != os.getpid()
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong; None while it is under way, and when it is committed. Raises nothing."""
+        return self._future.exception() if self._future.done() else None
+
     def done(self) -> bool:
         """Whether it is committed or has failed."""
         return self._future.done()
@@ -145,9 +150,18 @@ class SaveHandle:
         return self._future.result()
 
 
-def guarded(action: Callable[[], T], future: Future[T]) -> None:
-    """Run a part of a save on its thread, its outcome into the future."""
+def guarded(
+    action: Callable[[], T],
+    future: Future[T],
+    ended: Callable[[BaseException | None], None] = lambda error: None,
+) -> None:
+    """Run a part of a save on its thread, its outcome into the future; before that `ended` gets
+    the error, or None."""
     try:
-        future.set_result(action())
+        outcome = action()
     except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)
+        ended(error)
         future.set_exception(error)
+    else:
+        ended(None)
+        future.set_result(outcome)

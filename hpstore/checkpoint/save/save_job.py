@@ -24,7 +24,7 @@ from hpstore.checkpoint.format.checkpoint_manifest import (
     segment_key,
 )
 from hpstore.checkpoint.format.items import Item
-from hpstore.checkpoint.format.pack import Key, Known, Segment, digests_of, pack
+from hpstore.checkpoint.format.pack import Key, Known, Packed, Segment, digests_of, pack
 from hpstore.checkpoint.format.segment_plan import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.save.rank_vote import RankVote, merged
@@ -55,6 +55,7 @@ class JobOptions:
     rate_bytes_per_second: float | None
     began: float
     progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
+    slices: int = 1  # that are staged one after the other into the same memory
     within: bool = False  # the manifest holds the bytes of all ranks' tensors: one put is the save
     min_losses_tolerated: int | None = None  # of all that is put; the pool's settings unless given
 
@@ -80,7 +81,10 @@ class SaveJob:
     ) -> None:
         self._steps, self._ranks, self._options = steps, ranks, options
         self._pool, self._prefix = steps.pool, steps.prefix
+        self._refers_to = earlier
         self._earlier, self._known = earlier.step, {} if options.within else earlier.known
+        self._packed: Packed | None = None  # the last slice as it lies in the arena, once packed
+        self._began_to_pack = False  # which changes the arena
         self.nonce = ""  # of the attempt, once begin() has succeeded
         self._heartbeat: Heartbeat | None = None
         self._written = RankVote(tree=options.tree, tolerated=self._pool.parity)
@@ -114,13 +118,15 @@ class SaveJob:
                 message = json.dumps(self._note_attempt(references, fence=fence)).encode()
             except BaseException as error:
                 self._stop_heartbeat()  # first: a peer that is dead makes the broadcast raise
-                self._ranks.broadcast(json.dumps({"error": str(error)}).encode(), RankChannel.SAVER)
+                told = {"error": str(error), "kind": type(error).__name__}
+                self._ranks.broadcast(json.dumps(told).encode(), RankChannel.SAVER)
                 if isinstance(error, HpstoreError):
                     raise self._placed(error) from error
                 raise
         told = json.loads(self._ranks.broadcast(message, RankChannel.SAVER))
-        if "error" in told:
-            raise self._placed(CheckpointError(f"rank 0 could not begin the save: {told['error']}"))
+        if "error" in told:  # of the same class: ranks decide alike what a failure means
+            kind = getattr(errors, told["kind"], CheckpointError)
+            raise self._placed(kind(f"rank 0 could not begin the save: {told['error']}"))
         self.nonce = str(told["nonce"])
         gone = set(told["gone"])
         self._known = {n: k for n, k in self._known.items() if k.segment.key not in gone}
@@ -161,6 +167,26 @@ class SaveJob:
         return {key for key in references if key in named and is_there(self._pool, key)}
 
     @property
+    def why_not_repeatable(self) -> str:
+        """Why again() cannot save what is staged after a failure; "" when it can."""
+        if self._maybe_visible:
+            return "its manifest may be there all the same"
+        if self._options.slices > 1 or (self._began_to_pack and self._packed is None):
+            return "the staging memory does not hold all of it any more"
+        return ""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether again() can save what is staged. Asked after commit() or begin() has raised."""
+        return not self.why_not_repeatable
+
+    def again(self) -> SaveJob:
+        """The same save once more, of the same staged bytes, under a nonce of its own."""
+        other = SaveJob(self._steps, self._ranks, self._options, self._refers_to)
+        other._packed = self._packed
+        return other
+
+    @property
     def noted(self) -> bool:
         """Whether begin() has succeeded."""
         return bool(self.nonce)
@@ -183,7 +209,7 @@ class SaveJob:
         self._error = self._error or error
 
     def _write(self, memory: Bytes, items: Sequence[Item], part: int) -> Segment | None:
-        packed = pack(memory, items, self._known, self._options.codec)
+        packed = self._packed_again() or self._pack(memory, items)
         segment = None
         if packed.items and self._options.within:
             data = memory[: packed.size].copy()
@@ -227,6 +253,22 @@ class SaveJob:
             self._remember(before.item, before.segment, before.probe)
         return segment
 
+    def _pack(self, memory: Bytes, items: Sequence[Item]) -> Packed:
+        self._began_to_pack, self._packed = True, None
+        self._packed = pack(memory, items, self._known, self._options.codec)
+        return self._packed
+
+    def _packed_again(self) -> Packed | None:
+        """What an attempt before has packed. Raises CheckpointError when what it refers to has gone
+        since: those bytes are not staged any more."""
+        packed = None if self._options.slices > 1 else self._packed
+        if packed is not None:
+            there = {known.segment.key for known in self._known.values()}
+            gone = [k.segment.key for k in packed.referenced if k.segment.key not in there]
+            if gone:
+                raise CheckpointError(f"{gone[0]}, which the save refers to, is gone")
+        return packed
+
     def _remember(self, item: Item, segment: Segment, probe: int | None) -> None:
         """For the next save, which may refer to it."""
         self.next_known[item.key] = Known(item=item, segment=segment, probe=probe)
@@ -245,8 +287,8 @@ class SaveJob:
             raise self._placed(error) from error
 
     def _placed(self, error: HpstoreError) -> HpstoreError:
-        step = self._options.step
-        return placed(error, step, self._steps, maybe_visible=self._maybe_visible)
+        """The same error, saying what became of the step and which one is good."""
+        return self._steps.unsaved(error, self._options.step, maybe_visible=self._maybe_visible)
 
     def _commit(self) -> SaveReport:
         if self._error is None:
@@ -445,16 +487,6 @@ class SaveJob:
             beating.fade()
         else:
             beating.stop()
-
-
-def placed(
-    error: HpstoreError, step: int, steps: StepCatalog, *, maybe_visible: bool = False
-) -> HpstoreError:
-    """The same error, saying what became of the step and which one is good."""
-    fate = "may be committed or not" if maybe_visible else "is not committed"
-    return type(error)(
-        f"step {step} {fate}, {steps.standing()}: {error}", device=error.device, key=error.key
-    )
 
 
 def _remove_quietly(pool: Pool, key: str) -> None:

@@ -18,6 +18,7 @@ from hpstore.pool.pool import Pool
 from hpstore.units import parse_bytes
 
 BACKGROUND = ("thread", "process")
+ON_FAILURE = ("raise", "warn", "retry")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,12 @@ class SaveOptions:
         own.
     on_busy
         What save() does while the save before it is under way: "wait", "skip" or "error".
+    on_failure
+        What a save that fails in the background does to the training: "raise" raises it in the next
+        save(), wait() or close(), "warn" logs and counts it there, "retry" tries the staged bytes
+        again within `retry_seconds`, and raises after that. Its handle raises in any case.
+    retry_seconds
+        How long after the first failure a save is tried again.
     pace
         "fast" writes as fast as the devices are, "gentle" at a rate that leaves the step its cores.
     compression
@@ -78,6 +85,8 @@ class SaveOptions:
     memory: int | str | None = None
     background: str = "thread"
     on_busy: str = "wait"
+    on_failure: str = "raise"
+    retry_seconds: float = 120.0
     pace: str = "fast"
     compression: str | None = None
     reuse: bool = True
@@ -95,13 +104,18 @@ class SaveOptions:
         checked_choice("staging", self.staging, STAGING)
         checked_choice("background", self.background, BACKGROUND)
         checked_choice("on_busy", self.on_busy, ON_BUSY)
+        checked_choice("on_failure", self.on_failure, ON_FAILURE)
+        if (self.background, self.on_failure) == ("process", "retry"):
+            raise ConfigError(
+                'background="process" has no on_failure="retry": choose one of them, or "warn"'
+            )
         checked_choice("pace", self.pace, PACES)
         checked_choice("on_sigterm", self.on_sigterm, ON_SIGTERM)
         if self.compression is not None:
             checked_choice("compression", self.compression, CODECS)
         if self.memory is not None and parse_bytes(self.memory) < 1:
             raise ConfigError(f"memory must be at least one byte, not {self.memory!r}")
-        for name in ("commit_seconds", "drain_seconds", "max_stall_seconds"):
+        for name in ("commit_seconds", "drain_seconds", "retry_seconds", "max_stall_seconds"):
             _require_seconds(name, getattr(self, name), optional=name == "max_stall_seconds")
         losses = self.min_losses_tolerated
         if losses is not None and (type(losses) is not int or losses < 0):

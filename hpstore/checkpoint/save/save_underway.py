@@ -44,11 +44,11 @@ class Underway:
         self.thread.join(_JOIN_SECONDS)
         return True
 
-    def raise_errors(self) -> None:
-        """Raise what went wrong, unless the handle has. Its end was waited for."""
+    def raise_errors(self, borne: BaseException | None = None) -> None:
+        """Raise what went wrong, unless the handle has or it is `borne`. It has ended."""
         if self.handle.foreign:
             return
-        if not self.handle.delivered:
+        if not self.handle.delivered and self.handle.error is not borne:
             self.handle.result()
         self.tidied.result()
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -30,13 +30,15 @@ from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.drain_at_exit import Draining
 from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
 from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
+from hpstore.checkpoint.save.save_failures import SaveFailures
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
 from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
 from hpstore.checkpoint.save.save_underway import Underway
+from hpstore.checkpoint.save.save_warnings import note_differing, warn_of_stall
 from hpstore.checkpoint.save.stage import STAGING, SaveStage
 from hpstore.checkpoint.save.write_rate import save_rate
-from hpstore.checkpoint.save.writer_client import ProcessJob, writer_of
+from hpstore.checkpoint.save.writer_client import AnyJob, job_of, writer_of
 from hpstore.checkpoint.state.targets import State
 from hpstore.errors import CheckpointError
 from hpstore.runtime.collector_pause import collector_paused
@@ -77,11 +79,8 @@ class Saver:
         accelerator = options.accelerator
         if accelerator is None and torch.cuda.is_available():
             accelerator = CudaStaging()
-        apart = options.background == "process"
-        self._stage = SaveStage(options.staging, accelerator, shared=apart)
-        self._writer = None
-        if apart and not catalog.pool.read_only:
-            self._writer = writer_of(catalog, ranks, self._stage.arena)
+        self._stage = SaveStage(options.staging, accelerator, shared=options.background != "thread")
+        self._writer = writer_of(catalog, ranks, self._stage.arena, options.background)
         self._planner = Planner(ranks, options.memory_bytes, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
@@ -89,12 +88,15 @@ class Saver:
         self._underway = self._saved_at = None
         self.counters = {
             "saves_skipped_total": 0,
+            "saves_failed_total": 0,
+            "saves_retried_total": 0,
             "stalls_over_limit_total": 0,
             "overlap_without_optimizer_total": 0,
             "sliced_saves_total": 0,
             "saves_with_differing_values_total": 0,
             "retentions_postponed_total": 0,
         }
+        self._failures = SaveFailures(ranks, options, self.counters)
         self._after = AfterCommits(
             catalog, retention, self._session, self.counters, expire=self._expire
         )
@@ -115,8 +117,6 @@ class Saver:
             self._catalog.collect_garbage()
             if self._prewrites:
                 self._space.start([] if self.options.compression else sizes)
-
-    # --- saving -----------------------------------------------------------------------------
 
     def save(
         self,
@@ -154,7 +154,9 @@ class Saver:
         options = self._job_options(
             checked_step(step), prepared, overwrite, metrics, began, progress
         )
-        job = self._new_job(options, len(prepared.slices))
+        job = job_of(
+            self._writer, self._catalog, self._ranks, options, self._earlier, self.options.reuse
+        )
         future: Future[SaveReport] = Future()
         staged: Future[float] = Future()
         tidied: Future[None] = Future()
@@ -170,16 +172,24 @@ class Saver:
                 prepared, state, self.counters, lambda p: self._write_part(job, p)
             )
             seconds = time.perf_counter() - began
-            self._warn_of_stall(seconds, waited)
+            warn_of_stall(self.counters, self.options.max_stall_seconds, seconds, waited)
             handle = SaveHandle(step, seconds, future, late_seconds=late)
             self._underway = Underway(handle=handle, thread=thread, tidied=tidied)
             staged.set_result(seconds)
         except BaseException as error:  # ThreadsExhausted, too
-            if not staged.done():
-                self._underway = None
-                staged.set_exception(error)
-                self._give_up(job, error)
-            raise
+            if staged.done():
+                raise
+            self._underway = None
+            staged.set_exception(error)
+            in_pool = job.begun and not job.noted  # while the trainer waited for the first slices
+            self._give_up(job, error)
+            if in_pool:
+                self._failures.ended(self.options, error)
+            if not in_pool or self._failures.borne is not error:
+                raise
+            self._space.release()
+            future.set_exception(error)
+            handle = SaveHandle(step, time.perf_counter() - began, future)
         return handle
 
     def _may_begin(self) -> bool:
@@ -195,7 +205,9 @@ class Saver:
                     'a save is still under way (on_busy="error"); the newest committed step is '
                     "still current"
                 )
+        self._failures.hurry()
         self.wait()
+        self._failures.begun(self.options)
         return True
 
     def _job_options(
@@ -219,6 +231,7 @@ class Saver:
             step=step,
             tree=prepared.tree,
             names=prepared.names,
+            slices=len(prepared.slices),
             within=prepared.within,
             session=self._session,
             overwrite=overwrite,
@@ -232,21 +245,12 @@ class Saver:
             else save_rate(options.pace, prepared.total_bytes, interval),
         )
 
-    def _new_job(self, options: JobOptions, parts: int) -> SaveJob | ProcessJob:
-        """Made by this process, or by the writer."""
-        if self._writer is None:
-            return SaveJob(self._catalog, self._ranks, options, self._earlier)
-        reuse = self.options.reuse
-        return ProcessJob(
-            self._writer, self._catalog, options, self._earlier, parts=parts, reuse=reuse
-        )
-
-    def _begin_job(self, job: SaveJob | ProcessJob) -> None:
+    def _begin_job(self, job: AnyJob) -> None:
         """Take the fence on the first save, then note the attempt."""
         job.begin(fence=not self._fenced)
         self._fenced = True
 
-    def _give_up(self, job: SaveJob | ProcessJob, error: BaseException) -> None:
+    def _give_up(self, job: AnyJob, error: BaseException) -> None:
         """What staging raised is told to the other ranks, which would wait for this one."""
         self._earlier = Earlier()
         if job.begun and not job.noted:
@@ -256,7 +260,7 @@ class Saver:
             self._begin_job(job)
         job.commit()
 
-    def _write_part(self, job: SaveJob | ProcessJob, part: int) -> None:
+    def _write_part(self, job: AnyJob, part: int) -> None:
         """One slice of several, written while the trainer waits."""
         if part == 0:
             self._begin_job(job)
@@ -264,7 +268,7 @@ class Saver:
 
     def _run(
         self,
-        job: SaveJob | ProcessJob,
+        job: AnyJob,
         prepared: Prepared,
         future: Future[SaveReport],
         staged: Future[float],
@@ -274,33 +278,32 @@ class Saver:
         if staged.exception() is not None:
             return
         committed: list[SaveReport] = []
+        attempts: list[AnyJob] = [job]
 
         def finish() -> SaveReport:
-            last = len(prepared.slices) - 1
-            if not last:
-                self._stage.write(job, last, lambda: self._begin_job(job))
-            elif last > 0:
-                self._stage.write(job, last)
-            else:
-                self._begin_job(job)
-            self._earlier = Earlier()
-            report = job.commit()
-            self._note_differing([*prepared.differing, *job.differing])
-            self._earlier = Earlier(
-                step=report.step, known=job.next_known if self.options.reuse else {}
-            )
-            committed.append(report)
-            self._catalog.committed(report.step)
-            return report.with_stall(staged.result())
+            while True:
+                try:
+                    report = self._finish(attempts[-1], prepared)
+                except Exception as error:
+                    last, count = attempts[-1], len(attempts)
+                    if not isinstance(last, SaveJob):
+                        raise
+                    if not self._failures.again(self.options, last, error, count):
+                        raise
+                    attempts.append(last.again())
+                else:
+                    committed.append(report)
+                    self._catalog.committed(report.step)
+                    return report.with_stall(staged.result())
 
         def tidy() -> None:
             """What the handle does not wait for: older steps go when the newer has no debt."""
             try:
                 with contextlib.ExitStack() as stack:
-                    stack.callback(job.close)
+                    stack.callback(attempts[-1].close)
                     self._stage.release_tensors()
-                if job.replaced:
-                    self._catalog.remove_unnamed(job.replaced)
+                if attempts[-1].replaced:
+                    self._catalog.remove_unnamed(attempts[-1].replaced)
                 if committed and self._ranks.leads:
                     if not self._told_of_later:
                         self._told_of_later = True
@@ -309,33 +312,25 @@ class Saver:
             finally:
                 self._space.release()
 
-        guarded(finish, future)
+        guarded(finish, future, lambda error: self._failures.ended(self.options, error))
         guarded(tidy, tidied)
 
-    def _note_differing(self, paths: Sequence[str]) -> None:
-        """Ranks that record different values under one name: counted, logged once."""
-        if paths and not self.counters["saves_with_differing_values_total"]:
-            _log.warning(
-                "ranks differ in %d values, such as %r: the first rank's are recorded. Wrap in "
-                "per_rank() what every rank has for itself.",
-                len(paths),
-                paths[0],
-            )
-        self.counters["saves_with_differing_values_total"] += bool(paths)
-
-    def _warn_of_stall(self, staged: float, waited: float) -> None:
-        limit = self.options.max_stall_seconds
-        if limit is not None and staged > limit:
-            self.counters["stalls_over_limit_total"] += 1
-            _log.warning(
-                "save() kept the trainer %.3f s (limit %.3f), %.3f s of it waiting for the save "
-                "before",
-                staged,
-                limit,
-                waited,
-            )
-
-    # --- what trainers and benchmarks steer ---------------------------------------------------
+    def _finish(self, job: AnyJob, prepared: Prepared) -> SaveReport:
+        """One attempt: write the last slice, commit."""
+        last = len(prepared.slices) - 1
+        if not last:
+            self._stage.write(job, last, lambda: self._begin_job(job))
+        elif last > 0:
+            self._stage.write(job, last)
+        else:
+            self._begin_job(job)
+        self._earlier = Earlier()
+        report = job.commit()
+        note_differing(self.counters, [*prepared.differing, *job.differing])
+        self._earlier = Earlier(
+            step=report.step, known=job.next_known if self.options.reuse else {}
+        )
+        return report
 
     def stage_by(self, staging: str, gate: CopyGate) -> None:
         """Stage the saves from now on in another way.
@@ -382,8 +377,6 @@ class Saver:
         """
         return self._space.wait(seconds)
 
-    # --- preemption -------------------------------------------------------------------------
-
     def expect_preemption(self, *, required: bool = True) -> None:
         """Take SIGTERM as a notice from now on, as with on_sigterm="save". Collective.
 
@@ -416,15 +409,19 @@ class Saver:
         """The next save is the last: it is neither skipped nor gentle."""
         return self._preemption is not None and self._preemption.reached
 
-    # --- waiting ------------------------------------------------------------------------------
-
     def wait(self) -> None:
         """Checkpointer.wait()."""
         underway = self._underway
         if underway is not None and underway.wait():
             if self._underway is underway:
                 self._underway = None
-            underway.raise_errors()
+            underway.raise_errors(self._failures.borne)
+
+    @property
+    def last_failure(self) -> BaseException | None:
+        """What went wrong in the last save; None once one has committed. With on_failure="warn"
+        nothing else raises it but that save's handle."""
+        return self._failures.last
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for the save under way, raising nothing; not for one that a writer process finishes.

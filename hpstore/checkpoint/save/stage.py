@@ -19,9 +19,8 @@ from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.host_copy import Copier
 from hpstore.checkpoint.save.rank_plan import Prepared
-from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.staging_memory import Staging
-from hpstore.checkpoint.save.writer_client import ProcessJob
+from hpstore.checkpoint.save.writer_client import AnyJob
 from hpstore.checkpoint.state.optimizers import local_part
 from hpstore.checkpoint.state.targets import State, objects_in
 from hpstore.codec.galois import Bytes
@@ -126,9 +125,7 @@ class SaveStage:
         if current is not None:
             current[0].finish()
 
-    def write(
-        self, job: SaveJob | ProcessJob, part: int, begin: Callable[[], None] = lambda: None
-    ) -> None:
+    def write(self, job: AnyJob, part: int, begin: Callable[[], None] = lambda: None) -> None:
         """Give the staged slice to a save, on its thread. What goes wrong is the job's to raise.
 
         `begin` is called when all of it is in the arena: what it does in the interpreter would

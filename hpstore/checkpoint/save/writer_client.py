@@ -20,7 +20,7 @@ from hpstore.checkpoint.format.pack import Key, Known, Segment
 from hpstore.checkpoint.ranks.collectives import Ranks
 from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.save_handle import SaveReport
-from hpstore.checkpoint.save.save_job import Earlier, JobOptions, placed
+from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
 from hpstore.checkpoint.save.writer_process import (
     AboutToWrite,
     BeginSave,
@@ -177,8 +177,13 @@ def _let_end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
         process.returncode = 0  # else Popen warns of a process that runs on
 
 
-def writer_of(catalog: StepCatalog, ranks: Ranks, arena: Arena) -> WriterClient:
-    """A writer process for these ranks. Raises ConfigError where it cannot serve them."""
+def writer_of(
+    catalog: StepCatalog, ranks: Ranks, arena: Arena, background: str
+) -> WriterClient | None:
+    """A writer process for these ranks, where saves are made by one. Raises ConfigError where it
+    cannot serve them."""
+    if background == "thread" or catalog.pool.read_only:
+        return None
     if ranks.world > 1:
         raise ConfigError(
             f'background="process" serves a process that saves by itself, and this is one of '
@@ -197,11 +202,10 @@ class ProcessJob:
         options: JobOptions,
         earlier: Earlier,
         *,
-        parts: int,
         reuse: bool,
     ) -> None:
         self._writer, self._steps, self._options = writer, steps, options
-        self._earlier, self._parts, self._reuse = earlier, parts, reuse
+        self._earlier, self._reuse = earlier, reuse
         self._error: BaseException | None = None
         self._nonce = ""
         self.begun = False
@@ -223,7 +227,7 @@ class ProcessJob:
             try:
                 message = self._ask_to_begin(fence=fence)
             except WriterGone as error:
-                raise placed(error, self._options.step, self._steps) from error
+                raise self._placed(error) from error
         assert isinstance(message, SaveBegun)
         self._nonce = message.nonce
 
@@ -248,7 +252,7 @@ class ProcessJob:
             return None
         try:
             self._writer.share_memory()
-            last = part == self._parts - 1
+            last = part == self._options.slices - 1
             self._writer.tell(
                 WritePart(part=part, size=len(memory), items=self._writer.news(items), last=last)
             )
@@ -273,7 +277,7 @@ class ProcessJob:
         if self._error is not None:
             self._give_up(self._error)
             if isinstance(self._error, HpstoreError):
-                raise placed(self._error, self._options.step, self._steps) from self._error
+                raise self._placed(self._error) from self._error
             raise self._error
         try:
             if not self._writer.handed_over:  # a state without tensors
@@ -296,10 +300,28 @@ class ProcessJob:
     def _unknown(self, error: WriterGone) -> HpstoreError:
         """The writer has ended: what it wrote is judged by what is there."""
         self._steps.unclear.add(self._nonce)
-        return placed(
-            error, self._options.step, self._steps, maybe_visible=self._writer.handed_over
-        )
+        return self._placed(error, maybe_visible=self._writer.handed_over)
+
+    def _placed(self, error: HpstoreError, *, maybe_visible: bool = False) -> HpstoreError:
+        return self._steps.unsaved(error, self._options.step, maybe_visible=maybe_visible)
 
     def close(self) -> None:
         """After commit(): the writer has ended the attempt."""
         self._writer.handed_over = False
+
+
+AnyJob = SaveJob | ProcessJob
+
+
+def job_of(
+    writer: WriterClient | None,
+    catalog: StepCatalog,
+    ranks: Ranks,
+    options: JobOptions,
+    earlier: Earlier,
+    reuse: bool,
+) -> AnyJob:
+    """A save, made by this process, or by the writer where there is one."""
+    if writer is None:
+        return SaveJob(catalog, ranks, options, earlier)
+    return ProcessJob(writer, catalog, options, earlier, reuse=reuse)
