@@ -55,7 +55,9 @@ class PoolTrainerCallback(TrainerCallback, Closing):
 
     keep_last, keep_every: which steps stay; older ones go after a newer one is durable in full.
     on_sigterm: "save": after the step in which SIGTERM comes save, stop training and raise
-    Preempted, a SystemExit; "finish": what a Checkpointer does. pool: a Pool, which stays the
+    Preempted, a SystemExit; "finish": what a Checkpointer does. save_frozen: False leaves out
+    parameters that are not trained, as of the base model under PEFT's adapters: the model that
+    resumes must have them already. pool: a Pool, which stays the
     caller's, or the name or settings file of one.
 
     In a data-parallel job (torchrun, DDP) every process makes one, after its TrainingArguments, and
@@ -73,6 +75,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         keep_every: int | None = None,
         every: int | None = None,
         on_sigterm: str = "finish",
+        save_frozen: bool = True,
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError("every must be a whole number of at least 1, or None")
@@ -82,7 +85,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
                 "TrainingArguments before the PoolTrainerCallback"
             )
         self.pool, self._opened = as_pool(pool)
-        self.every = every
+        self.every, self.save_frozen = every, save_frozen
         self.checkpoints = Checkpointer(
             self.pool,
             prefix,
@@ -145,7 +148,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         optimizer = parts["optimizer"]
         scaler = getattr(optimizer, "scaler", None)
         saved = {
-            "model": dict(parts["model"].state_dict()),
+            "model": self._weights(parts["model"]),
             "optimizer": optimizer.state_dict(),
             "lr_scheduler": parts["lr_scheduler"].state_dict(),
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -154,6 +157,12 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         }
         refuse_states(saved, "checkpoint")
         self.checkpoints.save(state.global_step, saved, overwrite=True)
+
+    def _weights(self, model: Any) -> dict[str, Any]:
+        """The model's state, without what is not trained unless that is wanted."""
+        named = model.named_parameters(remove_duplicate=False)
+        out = () if self.save_frozen else {name for name, p in named if not p.requires_grad}
+        return {name: value for name, value in model.state_dict().items() if name not in out}
 
     # --- resuming -----------------------------------------------------------------------------
 
