@@ -17,8 +17,9 @@ Calls = list[tuple[int, int]]
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
-    """Of several tensors, one of which is read in pieces."""
-    return {"a": torch.full((3_000_000,), value), "b": torch.full((9,), value)}
+    """Of several tensors: two are read in pieces, by two threads where they are in memory."""
+    sizes = {"a": 2_000_000, "b": 9, "c": 1_000_000}
+    return {name: torch.full((size,), value) for name, size in sizes.items()}
 
 
 def rises_to_all(seen: Calls) -> bool:
@@ -76,7 +77,6 @@ def test_what_is_read_again_counts_once() -> None:
     meter = ByteMeter(lambda *step: seen.append(step), 100)
     for count in (40, 40, 40, 5):
         meter.add(count)
-    meter.end()
     assert seen == [(40, 100), (80, 100), (100, 100)]
 
 

@@ -214,7 +214,8 @@ def test_between_listings_only_the_expected_step_is_looked_at(
     listed = PoolAdmin.versions_under
 
     def counted(admin: PoolAdmin, prefix: str) -> dict[str, Any]:
-        listings.append(turns.now)
+        if prefix == f"{RUN}/step-":  # not what the trainers look for
+            listings.append(turns.now)
         return dict(listed(admin, prefix))
 
     save(pool, 10, 20)

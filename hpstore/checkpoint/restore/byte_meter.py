@@ -25,5 +25,5 @@ class ByteMeter:
                 self._progress(done, self._total)
 
     def end(self) -> None:
-        """All is done, also what took no read."""
+        """All is done, also what lay between two reads."""
         self.add(self._total)
