@@ -177,6 +177,8 @@ def _read_file(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             start, rows = read_header(file.read, size, str(path))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except ValueError as error:  # a name with a null byte
+        raise MalformedFile(f"{path!r} is no name of a file: {brief(error)}") from error
     mapped = np.memmap(path, np.uint8, mode="c") if size else np.empty(0, np.uint8)
     for row in rows:
         raw = torch.from_numpy(mapped[start + row.low : start + row.high])
