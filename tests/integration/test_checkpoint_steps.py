@@ -28,6 +28,7 @@ CONTRACT = {
 MORE = {
     "allow_pickle",
     "before_update",
+    "load_model",
     "reached_preemption",
     "read",
     "rng",

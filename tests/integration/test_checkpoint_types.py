@@ -346,8 +346,9 @@ def test_a_module_that_takes_another_size_is_let(pool: hpstore.Pool, *, strict: 
     assert into[0].seen.shape == (12,)
     assert same(into[0].weight.data, saved[0].weight.data)
     with Checkpointer(pool, "run", save=SaveOptions(warm=False)) as ckpt:
-        wider = torch.nn.Sequential(torch.nn.Linear(2, 3))
-        before = wider[0].weight.detach().clone()
+        head = torch.nn.Linear(2, 3)
+        wider = torch.nn.Sequential(head)
+        before = head.weight.detach().clone()
         ckpt.restore({"m": wider}, strict=False)  # one without a loader of its own is not asked
         assert ckpt.last_restore is not None
         assert set(ckpt.last_restore.skipped) == {"m/0.weight", "m/0.bias"}

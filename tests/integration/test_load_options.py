@@ -278,6 +278,7 @@ def test_the_model_alone_is_read_from_a_read_only_pool(
 ) -> None:
     """By URL and by a checkpointer: the bytes of the optimizer are not read."""
     monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "names.toml"))
+    monkeypatch.setenv("HOME", str(tmp_path))
     config = tmp_path / "pool.toml"
     source = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(source.parameters())
