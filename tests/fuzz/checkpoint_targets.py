@@ -16,7 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpstore.checkpoint.catalog.hidden_steps import Rollback
 from hpstore.checkpoint.catalog.step_catalog import decode_protection
+from hpstore.checkpoint.catalog.watch_cursor import Commit
+from hpstore.checkpoint.catalog.watch_cursor import _Record as CursorRecord
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.dcp.dcp_metadata import torch_metadata
 from hpstore.checkpoint.format.checkpoint_manifest import MAGIC, Manifest, needs_more, sort_out
@@ -299,6 +302,12 @@ def take_frame(data: bytes) -> None:
         decode(_CODECS[data[0] % 4], np.frombuffer(data[1:], np.uint8), np.empty(4096, np.uint8))
 
 
+COMMITTED = "0000018bcfe56800-0123456789abcdef"
+ROLLBACK = Rollback(
+    name="0123456789abcdef", step=6, hidden=(7, 9), created_ms=1_700_000_000_000, until_ms=1 << 41
+)
+
+
 def attempt() -> bytes:
     return SaveAttempt(
         step=5,
@@ -375,6 +384,19 @@ CHECKPOINT_TARGETS = [
         ],
     ),
     record("attempt", lambda: [attempt()], lambda data: SaveAttempt.decode(data, where="x")),
+    record(
+        "rollback",
+        lambda: [ROLLBACK.encode(), replace(ROLLBACK, protections={"best": 7}).encode()],
+        lambda data: Rollback.decode(data, where="x"),
+    ),
+    record(
+        "watch-cursor",
+        lambda: [
+            CursorRecord(done=None, watcher="0a").encode(),
+            CursorRecord(done=Commit(step=7, version=COMMITTED), watcher="0a").encode(),
+        ],
+        lambda data: CursorRecord.decode(data, where="x"),
+    ),
     record(
         "protection",
         lambda: [seal({"format": 1, "step": 5})],
