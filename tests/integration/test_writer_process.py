@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -234,6 +235,19 @@ def test_two_at_once(pool: hpstore.Pool) -> None:
         assert [handle.result().step for handle in handles] == [1, 1, 2, 2]
         assert writer(one).process_id != writer(two).process_id
         assert one.load(2)["w"][0] == two.load(2)["w"][0] == 2
+
+
+def test_a_writer_that_cannot_be_started_is_said(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's pids.max, for one."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    with pytest.raises(CheckpointError, match=r'cannot be started.*use background="thread"'):
+        checkpointer(pool)
 
 
 def test_ranks_that_save_together_are_refused(pool: hpstore.Pool) -> None:

@@ -87,9 +87,12 @@ class WriterClient:
                     stdout=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            except BaseException:
+            except OSError as error:
                 ours.close()
-                raise
+                raise CheckpointError(
+                    f"the writer process cannot be started: {error}. Nothing is lost; use "
+                    'background="thread", or allow this user more processes'
+                ) from error
         self._connection = Connection(ours.detach())
         self._pid, self._mapped, self._items = os.getpid(), -1, None
         weakref.finalize(self, _let_end, self._connection, self._process)
