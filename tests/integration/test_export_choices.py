@@ -99,6 +99,7 @@ def test_the_model_alone_is_found(pool: hpstore.Pool, tmp_path: Path) -> None:
             {"model": model, "optimizer": optimizer, "ema": net(3, 1)},
             {"ema": torch.nn.Linear(2, 2), "net": model, "optimizer": optimizer, "n": 1},
             {"net": model, "n": 1},
+            {"model": "gpt2-small", "net": model},
         )
     ):
         with Checkpointer(pool, f"runs/{number}") as ckpt:

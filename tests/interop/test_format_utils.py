@@ -32,7 +32,9 @@ from hpstore.errors import (
     ConfigError,
     IntegrityError,
     MalformedFile,
+    RedundancyError,
     RedundancyWarning,
+    TooFewDevices,
     VersionConflict,
 )
 from hpstore.pool.pool import Pool
@@ -322,11 +324,11 @@ def test_a_write_that_fails_leaves_the_checkpoint_that_was_there(
 
         def broken(place: Any, metadata: Any, version: str | None) -> None:
             dcp_to_torch_save(f"{url}/ckpt", tmp_path / "meanwhile.pt")
-            raise OSError("no more")
+            raise TooFewDevices("no more")
 
         with monkeypatch.context() as patched:
             patched.setattr(dcp_objects, "_commit", broken)
-            with pytest.raises(OSError, match="no more"):
+            with pytest.raises(TooFewDevices, match="no more"):
                 torch_save_to_dcp(f"{url}/new.pt", f"{url}/ckpt")
         assert torch.load(tmp_path / "meanwhile.pt")["a"].sum() == 0
         assert pool.list("ckpt") == before
@@ -335,6 +337,32 @@ def test_a_write_that_fails_leaves_the_checkpoint_that_was_there(
         assert not set(pool.list("ckpt")) & set(before) - {"ckpt/.metadata"}
     dcp_to_torch_save(f"{url}/ckpt", tmp_path / "after.pt")
     assert torch.load(tmp_path / "after.pt")["b"].sum() == 300
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RedundancyError])
+def test_a_commit_of_unclear_fate_leaves_what_it_may_name(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """The put of .metadata has stored it and raises: its data files were removed, and the old
+    checkpoint was gone, too. What is left over goes with the next one."""
+    torch_save({"a": torch.zeros(3)}, f"{url}/a.pt")
+    torch_save({"a": torch.ones(3)}, f"{url}/b.pt")
+    torch_save_to_dcp(f"{url}/a.pt", f"{url}/ckpt")
+    commit = dcp_objects._commit
+
+    def unclear(place: Any, metadata: Any, version: str | None) -> None:
+        commit(place, metadata, version)
+        raise error("interrupted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dcp_objects, "_commit", unclear)
+        with pytest.raises(error, match="interrupted"):
+            torch_save_to_dcp(f"{url}/b.pt", f"{url}/ckpt")
+    dcp_to_torch_save(f"{url}/ckpt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["a"].sum() == 3
+    torch_save_to_dcp(f"{url}/a.pt", f"{url}/ckpt")
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        assert len(pool.list("ckpt")) == 2
 
 
 def test_of_two_writers_at_once_one_wins_and_the_other_learns_of_it(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from hpstore.checkpoint.convert.dcp_directories import FILE_BYTES, METADATA, OneByOne, is_ours
 from hpstore.checkpoint.dcp.dcp_metadata import manifest_at
 from hpstore.checkpoint.state.pickled import dumps
-from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.interop.filesystem import PoolFileSystem
 from hpstore.interop.filesystem.paths import ParsedPath
 
@@ -47,10 +47,14 @@ def write_dcp_objects(
         planner.require_all(plan)
         metadata.storage_data = parts.places
         metadata.storage_meta = StorageMeta(checkpoint_id=url, save_id=secrets.token_hex(8))
-        _commit(place, metadata, version)
     except BaseException:
-        for name in parts.names:
-            _remove(place, name)
+        _remove_all(place, parts.names)
+        raise
+    try:
+        _commit(place, metadata, version)
+    except BaseException as error:  # it may be there all the same: what is left goes next time
+        if _is_certainly_old(place, version, error):
+            _remove_all(place, parts.names)
         raise
     for name in before:
         if name != METADATA:
@@ -65,6 +69,20 @@ def _commit(place: ParsedPath, metadata: Metadata, version: str | None) -> None:
         if_absent=version is None,
         if_version=version,
     )
+
+
+def _is_certainly_old(place: ParsedPath, version: str | None, error: BaseException) -> bool:
+    """Whether no put of .metadata that failed can be, or become, what is read."""
+    if getattr(error, "maybe_visible", False) or not isinstance(error, HpstoreError):
+        return False
+    if isinstance(error, VersionConflict):  # another one was there before this could be
+        return True
+    try:
+        return place.mount.pool.stat(f"{place.key}/{METADATA}").version == version
+    except ObjectNotFound:
+        return version is None
+    except HpstoreError:
+        return False
 
 
 class _Parts:
@@ -110,6 +128,11 @@ def _names_at(files: PoolFileSystem, place: ParsedPath) -> list[str]:
             "path of its own. Nothing was written"
         )
     return names
+
+
+def _remove_all(place: ParsedPath, names: Sequence[str]) -> None:
+    for name in names:
+        _remove(place, name)
 
 
 def _remove(place: ParsedPath, name: str) -> None:

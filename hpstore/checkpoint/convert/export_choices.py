@@ -10,7 +10,7 @@ import torch
 from hpstore.checkpoint.restore.chosen_moments import Recorded, is_optimizer
 from hpstore.checkpoint.restore.tree_branches import Branch, entries, opened
 from hpstore.checkpoint.state.targets import RNG_KEY
-from hpstore.checkpoint.state.tree_paths import only_branch
+from hpstore.checkpoint.state.tree_paths import leaves, only_branch
 from hpstore.errors import CheckpointError, ConfigError
 
 Json = Any  # Any: the tree of a manifest
@@ -72,7 +72,7 @@ def _model_path(tree: Json) -> str:
     one that holds tensors."""
     if not isinstance(tree, dict):
         raise CheckpointError("the step holds no names. Nothing was written")
-    if MODEL in tree:
+    if MODEL in tree and any(leaf.item for leaf in leaves(tree[MODEL])):
         return MODEL
     root = opened(tree, is_optimizer)
     if isinstance(root, Branch):
