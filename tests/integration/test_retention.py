@@ -86,6 +86,18 @@ def test_a_dry_run_says_what_the_same_call_then_does(pool: hpstore.Pool) -> None
 
 
 @pytest.mark.usefixtures("segments_apart")
+def test_what_was_committed_last_stays_where_the_run_went_back(pool: hpstore.Pool) -> None:
+    """Steps of an older line are later ones: retain() took the newest commit for an old step."""
+    with Checkpointer(pool, RUN, keep_last=1, keep_every=10) as ckpt:
+        for step in (10, 20, 30):
+            save(ckpt, step)
+    with Checkpointer(pool, RUN, keep_last=1, keep_every=10) as ckpt:
+        assert ckpt.restore({"w": torch.zeros(9)}, 20) == 20
+        save(ckpt, 25)
+        assert {d.step for d in ckpt.steps.retain() if d.stays} == {10, 20, 25, 30}
+        assert ckpt.steps() == [10, 20, 25, 30]
+
+
 def test_nothing_goes_while_the_newest_step_is_not_whole(
     pool: hpstore.Pool, tmp_path: Path, cli: PoolCommands
 ) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -142,6 +143,85 @@ def test_an_error_is_raised_where_a_thread_raises_it(pool: hpstore.Pool) -> None
         with pytest.raises((VersionConflict, CheckpointError), match="has begun to save under"):
             ckpt.save(3, {"w": torch.ones(BIG)}).result()
         assert other.steps() == [1, 2]
+
+
+def test_progress_that_raises_does_not_break_a_save(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its error left the exchange in the middle: later saves had the answers of earlier ones, and
+    were acknowledged before they were durable, from memory that was overwritten."""
+
+    def broken(done: int, total: int) -> None:
+        raise ValueError("the bar is gone")
+
+    with checkpointer(pool) as ckpt:
+        for step in range(1, 5):
+            progress = broken if step == 2 else None
+            report = ckpt.save(step, {"w": torch.full((BIG,), float(step))}, progress=progress)
+            assert report.result().step == step
+            assert ckpt.steps()[-1] == step
+        assert all(ckpt.verify(step).ok for step in ckpt.steps())
+    assert "progress of a save is not shown any more" in caplog.text
+
+
+def test_an_interrupt_in_a_sliced_save_costs_that_save_alone(pool: hpstore.Pool) -> None:
+    """Ctrl-C in save(), which writes all slices but the last: the next saves are as good as any."""
+
+    def interrupt(done: int, total: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with checkpointer(pool, memory="3MiB") as ckpt:
+        state = {str(n): torch.randn(BIG) for n in range(3)}
+        ckpt.save(1, state).result()
+        state = {str(n): torch.randn(BIG) for n in range(3)}  # nothing is referenced
+        process = writer(ckpt).process_id
+        with pytest.raises((KeyboardInterrupt, CheckpointError)):
+            ckpt.save(2, state, progress=interrupt)
+        assert not alive(process)
+        for step in (3, 4):
+            assert ckpt.save(step, state).result().step == step
+        assert ckpt.steps() == [1, 3, 4]
+        assert ckpt.verify(4).ok
+
+
+def test_a_fork_that_saves_has_memory_of_its_own(pool: hpstore.Pool) -> None:
+    """It wrote into the memory that its parent's writer was reading."""
+    with checkpointer(pool) as ckpt:
+        ckpt.save(1, {"w": torch.ones(BIG)}).result()
+        process = writer(ckpt).process_id
+        os.kill(process, signal.SIGSTOP)
+        handle = ckpt.save(2, {"w": torch.full((BIG,), 2.0)})
+        arena = ckpt.saver._stage.arena
+        child = os.fork()
+        if not child:
+            try:
+                arena.reserve(BIG)
+                arena.view(BIG)[:] = 7
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.kill(process, signal.SIGCONT)
+        handle.result()
+        assert float(ckpt.load(2)["w"].sum()) == 2.0 * BIG
+
+
+def test_an_empty_tensor_is_a_state_too(pool: hpstore.Pool) -> None:
+    with Checkpointer(pool, "run", rng=False, save=SaveOptions(background="process")) as ckpt:
+        ckpt.save(1, {"w": torch.empty(0), "n": 1}).result()
+        assert writer(ckpt).restarts_total == 0
+        assert ckpt.load(1)["w"].shape == (0,)
+
+
+def test_dropped_writers_are_no_zombies(pool: hpstore.Pool) -> None:
+    """Each one that was dropped was a child that nobody had waited for."""
+    gone = [checkpointer(pool) for _ in range(2)]
+    processes = [writer(ckpt).process_id for ckpt in gone]
+    del gone
+    gc.collect()
+    until(lambda: not any(alive(process) for process in processes), seconds=60)
+    with checkpointer(pool):
+        assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
 
 def test_a_state_that_is_changed_too_soon_is_given_up(pool: hpstore.Pool) -> None:

@@ -49,14 +49,21 @@ def decisions_now(
     listed = steps.all()
     if not listed:
         return []
-    if not steps.is_whole(listed[-1]):
+    newest = _committed_last(steps, listed)
+    if not steps.is_whole(newest):
         reason = (
-            f"step {listed[-1]}, the newest, or what it refers to, has not its full stripe: "
+            f"step {newest}, the newest, or what it refers to, has not its full stripe: "
             "nothing goes before that is rebuilt"
         )
         rules = (RetentionRule.FRAGILE,)
         return [StepDecision(step=step, rules=rules, reason=reason) for step in listed]
-    return decisions_after(steps, listed[-1], retention, now_ms=now_ms, facts=facts)
+    return decisions_after(steps, newest, retention, now_ms=now_ms, facts=facts)
+
+
+def _committed_last(steps: StepCatalog, listed: Sequence[int]) -> int:
+    """The step whose commit is the newest: not the greatest one where a run went back."""
+    versions = steps.pool.admin.versions_under(f"{steps.prefix}/step-")
+    return max(listed, key=lambda s: (versions.get(manifest_key(steps.prefix, s), ""), s))
 
 
 def decisions_after(

@@ -28,6 +28,7 @@ class Arena:
     def __init__(self, accelerator: Accelerator | None = None, *, shared: bool = False) -> None:
         self._accelerator, self._shared = accelerator, shared
         self.descriptor = -1  # of shared memory
+        self._pid = os.getpid()
         self._memory: Bytes = aligned_array(0)
         self._targets: tuple[tuple[Item, ...], list[torch.Tensor]] | None = None
         self._unlock: Callable[[], object] = lambda: None
@@ -40,6 +41,9 @@ class Arena:
 
     def reserve(self, nbytes: int) -> None:
         """Grow to at least `nbytes`; fresh memory is populated here, not during a copy."""
+        if self._shared and self._pid != os.getpid():  # a fork: this memory is its parent's
+            self.release()
+            self._pid = os.getpid()
         if nbytes <= len(self._memory):
             return
         wanted = int(nbytes * GROWTH) if len(self._memory) else nbytes

@@ -70,6 +70,7 @@ class Copier:
 
     def __init__(self) -> None:
         self._threads: WorkerThreads | None = None
+        self._pid = os.getpid()
         self._helpers = max(0, min(MAX_THREADS, len(os.sched_getaffinity(0))) - 1)
 
     def run(self, pairs: Iterable[Pair]) -> None:
@@ -88,6 +89,8 @@ class Copier:
                     for to, piece in share:
                         np.copyto(to, piece)
 
+        if self._pid != os.getpid():  # a fork: these threads are its parent's
+            self._threads, self._pid = None, os.getpid()
         if self._helpers and self._threads is None:
             self._threads = WorkerThreads(self._helpers, "hpstore-copy")
         others = []

@@ -70,7 +70,7 @@ class SaveFailures:
         were replaced since and are not possible."""
         self._require_possible(options)
         self._hurry.clear()
-        self._newer_waits = False
+        self._newer_waits, self.borne = False, None
 
     def hurry(self) -> None:
         """A newer save waits: the one under way ends with its next attempt."""

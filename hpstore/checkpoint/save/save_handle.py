@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
@@ -161,7 +162,18 @@ def guarded(
         outcome = action()
     except BaseException as error:  # noqa: BLE001 (raised again by result, save, wait, close)
         ended(error)
+        forget_frames(error)
         future.set_exception(error)
     else:
         ended(None)
         future.set_result(outcome)
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go what the frames of an error and of its causes hold: the whole state, for one that is
+    kept. Its traceback stays."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -182,13 +182,19 @@ class Saver:
             self._underway = None
             staged.set_exception(error)
             in_pool = job.begun and not job.noted  # while the trainer waited for the first slices
-            self._give_up(job, error)
-            if in_pool:
-                self._failures.ended(self.options, error)
-            if not in_pool or self._failures.borne is not error:
+            told: BaseException = error
+            try:
+                self._give_up(job, error)
+            except Exception as voted:  # noqa: BLE001 (what the other ranks have, too)
+                told = voted
+            if in_pool or (told is not error and self._ranks.world > 1):
+                self._failures.ended(self.options, told)
+            if self._failures.borne is not told:
+                if told is not error:
+                    raise told from error
                 raise
             self._space.release()
-            future.set_exception(error)
+            future.set_exception(told)
             handle = SaveHandle(step, time.perf_counter() - began, future)
         return handle
 
@@ -424,7 +430,7 @@ class Saver:
         return self._failures.last
 
     def wait_at_most(self, seconds: float) -> bool:
-        """Wait for the save under way, raising nothing; not for one that a writer process finishes.
+        """Wait for the save under way, raising nothing.
 
         Parameters
         ----------
@@ -437,9 +443,7 @@ class Saver:
             False when it takes longer.
         """
         underway = self._underway
-        if underway is None or (self._writer is not None and self._writer.handed_over):
-            return True
-        return underway.wait(seconds)
+        return underway is None or underway.wait(seconds)
 
     def let_tidy(self) -> None:
         """Wait for what comes after a commit that is done, so that callers see its end."""

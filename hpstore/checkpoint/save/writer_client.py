@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
+from typing import TypeVar
 
 from hpstore import errors
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
@@ -36,12 +38,17 @@ from hpstore.checkpoint.save.writer_process import (
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _END_SECONDS = 10.0  # for a writer without a save
 _MAIN = (
     "import sys; sys.path[:] = {path!r}; "
-    "from hpstore.checkpoint.save.writer_process import main; main({descriptor})"
+    "from hpstore.checkpoint.save.writer_process import main; "
+    "main({descriptor}, {trainer})"
 )
+
+
+_ending: list[subprocess.Popen[bytes]] = []  # of clients that were dropped
 
 
 class WriterGone(CheckpointError):
@@ -78,7 +85,9 @@ class WriterClient:
         """Start the process; it is ready some seconds later, in which the trainer goes on."""
         ours, theirs = socket.socketpair()
         with theirs:
-            code = _MAIN.format(path=sys.path, descriptor=theirs.fileno())
+            path = [entry for entry in sys.path if isinstance(entry, str)]
+            code = _MAIN.format(path=path, descriptor=theirs.fileno(), trainer=os.getpid())
+            _reap()
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", code],
@@ -95,7 +104,8 @@ class WriterClient:
                 ) from error
         self._connection = Connection(ours.detach())
         self._pid, self._mapped, self._items = os.getpid(), -1, None
-        weakref.finalize(self, _let_end, self._connection, self._process)
+        end = weakref.finalize(self, _let_end, self._connection, self._process, self._pid)
+        end.atexit = False  # the end of the process closes it
         self.tell(WriterStart(config=self._catalog.pool.config, prefix=self._catalog.prefix))
 
     def ready(self) -> None:
@@ -113,6 +123,24 @@ class WriterClient:
         how = "" if code is None else f" by signal {-code}" if code < 0 else f" with code {code}"
         return f"the writer process {self.process_id} has ended{how}"
 
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Questions and their answers. What breaks in between, as Ctrl-C does, ends the writer: its
+        next answer would be taken for another one's, and it may still read the memory."""
+        try:
+            yield
+        except HpstoreError:
+            raise
+        except BaseException:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        """End the writer at once: after the return it reads no memory any more."""
+        if self._process is not None and self._pid == os.getpid():
+            self._process.kill()
+            self._process.wait()
+
     def tell(self, message: object) -> None:
         """Send a message. Raises WriterGone."""
         try:
@@ -120,8 +148,9 @@ class WriterClient:
         except OSError as error:
             raise self._gone() from error
 
-    def hear(self, progress: Callable[[int], None] | None = None) -> object:
-        """The next message that is not of progress. Raises what the writer has met, WriterGone."""
+    def hear(self, kind: type[T], progress: Callable[[int], None] | None = None) -> T:
+        """The next message, which is of this kind; those of progress are passed on. Raises what the
+        writer has met, WriterGone."""
         while True:
             try:
                 message: object = self._connection.recv()
@@ -129,19 +158,21 @@ class WriterClient:
                 raise self._gone() from error
             if isinstance(message, SaveFailed):
                 self._catalog.unclear |= message.unclear
-                kind = getattr(errors, message.kind, CheckpointError)
-                raise kind(message.text, device=message.device, key=message.key)
-            if not isinstance(message, AboutToWrite):
+                failed = getattr(errors, message.kind, CheckpointError)
+                raise failed(message.text, device=message.device, key=message.key)
+            if isinstance(message, kind):
                 return message
-            if progress is not None:
-                progress(message.nbytes)
+            if not isinstance(message, AboutToWrite):
+                self._kill()
+                raise WriterGone(f"the writer process said {type(message).__name__} out of turn")
+            progress = _told(progress, message.nbytes)
 
     def _gone(self) -> WriterGone:
         if self._process is not None and self._pid == os.getpid():
             try:
                 self._process.wait(_END_SECONDS)
-            except subprocess.TimeoutExpired:
-                _log.warning("the writer process %d answers no more", self.process_id)
+            except subprocess.TimeoutExpired:  # it hears nothing any more, and must write nothing
+                self._kill()
         return WriterGone(f"{self._end()}; the next save starts another")
 
     def share_memory(self) -> None:
@@ -154,12 +185,11 @@ class WriterClient:
                 raise self._gone() from error
             self._mapped = self._arena.grown_total
 
-    def news(self, items: Sequence[Item]) -> Sequence[Item] | None:
-        """Items for the writer; None when it has them: a state is mostly laid out as before."""
-        if items is self._items:
-            return None
-        self._items = items
-        return items
+    def tell_part(self, part: int, size: int, items: Sequence[Item], *, last: bool) -> None:
+        """A slice is staged. Its layout is sent where it is another one than before."""
+        known = items is self._items
+        self.tell(WritePart(part=part, size=size, items=None if known else items, last=last))
+        self._items, self.handed_over = items, last
 
     def close(self) -> None:
         """Let it end. No save is under way. Idempotent."""
@@ -173,11 +203,28 @@ class WriterClient:
             _log.warning("the writer process %d takes long to end", process.pid)
 
 
-def _let_end(connection: Connection, process: subprocess.Popen[bytes]) -> None:
+def _let_end(connection: Connection, process: subprocess.Popen[bytes], pid: int) -> None:
     """Of a client that was dropped: its writer ends, without a wait here."""
     connection.close()
-    if process.poll() is None:
-        process.returncode = 0  # else Popen warns of a process that runs on
+    if pid == os.getpid() and process.poll() is None:
+        _ending.append(process)
+
+
+def _reap() -> None:
+    """Take note of writers that have ended since they were let go."""
+    _ending[:] = [process for process in _ending if process.poll() is None]
+
+
+def _told(progress: Callable[[int], None] | None, nbytes: int) -> Callable[[int], None] | None:
+    """Pass progress on; None from the first time on that this fails. The save goes on: the writer
+    may have all of it."""
+    if progress is not None:
+        try:
+            progress(nbytes)
+        except Exception:  # noqa: BLE001 (whatever it is, the save is not to blame)
+            _log.warning("progress of a save is not shown any more", exc_info=True)
+            return None
+    return progress
 
 
 def writer_of(
@@ -224,17 +271,16 @@ class ProcessJob:
     def begin(self, *, fence: bool) -> None:
         """As SaveJob.begin()."""
         self.begun, self._writer.handed_over = True, False
-        try:
-            message = self._ask_to_begin(fence=fence)
-        except WriterGone:  # as it was idle, mostly: nothing of this save was written yet
+        with self._writer.in_step():
             try:
-                message = self._ask_to_begin(fence=fence)
-            except WriterGone as error:
-                raise self._placed(error) from error
-        assert isinstance(message, SaveBegun)
-        self._nonce = message.nonce
+                self._nonce = self._ask_to_begin(fence=fence)
+            except WriterGone:  # as it was idle, mostly: nothing of this save was written yet
+                try:
+                    self._nonce = self._ask_to_begin(fence=fence)
+                except WriterGone as error:
+                    raise self._placed(error) from error
 
-    def _ask_to_begin(self, *, fence: bool) -> object:
+    def _ask_to_begin(self, *, fence: bool) -> str:
         remembered = isinstance(self._earlier.known, KnownByWriter)
         self._writer.ready()
         self._writer.tell(
@@ -247,27 +293,24 @@ class ProcessJob:
                 earlier_step=self._earlier.step,
             )
         )
-        return self._writer.hear()
+        return self._writer.hear(SaveBegun).nonce
 
     def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
         """As SaveJob.write(), of what begins the arena."""
         if self._error is not None:
             return None
+        last = part == self._options.slices - 1
         try:
-            self._writer.share_memory()
-            last = part == self._options.slices - 1
-            self._writer.tell(
-                WritePart(part=part, size=len(memory), items=self._writer.news(items), last=last)
-            )
-            self._writer.handed_over = last
-            if not len(memory):
-                return None
-            message = self._writer.hear(self._options.progress)
+            with self._writer.in_step():
+                if len(memory):
+                    self._writer.share_memory()
+                self._writer.tell_part(part, len(memory), items, last=last)
+                if not items:
+                    return None
+                return self._writer.hear(PartWritten, self._options.progress).segment
         except HpstoreError as error:
             self.fail(error)
             return None
-        assert isinstance(message, PartWritten)
-        return message.segment
 
     def fail(self, error: BaseException) -> None:
         """Vote against the commit because of `error`."""
@@ -283,21 +326,24 @@ class ProcessJob:
                 raise self._placed(self._error) from self._error
             raise self._error
         try:
-            if not self._writer.handed_over:  # a state without tensors
-                self._writer.tell(WritePart(part=0, size=0, items=None, last=True))
-            message = self._writer.hear(self._options.progress)
+            with self._writer.in_step():
+                if not self._writer.handed_over:  # a state without tensors
+                    self._writer.tell_part(0, 0, (), last=True)
+                done = self._writer.hear(SaveCommitted, self._options.progress)
         except WriterGone as error:
             raise self._unknown(error) from error
-        assert isinstance(message, SaveCommitted)
-        self.replaced, self.differing = message.replaced, message.differing
-        return message.report
+        self.replaced, self.differing = done.replaced, done.differing
+        return done.report
 
     def _give_up(self, why: BaseException) -> None:
         """Let the writer remove what it has written."""
         try:
-            self._writer.tell(GiveUp(why=f"{type(why).__name__}: {why}"))
-            self._writer.hear()
-        except HpstoreError:  # what it says of giving up, or it is gone
+            with self._writer.in_step():
+                self._writer.tell(GiveUp(why=f"{type(why).__name__}: {why}"))
+                self._writer.hear(SaveCommitted)
+        except WriterGone:
+            self._steps.unclear.add(self._nonce)
+        except HpstoreError:  # what it says of giving up
             return
 
     def _unknown(self, error: WriterGone) -> HpstoreError:

@@ -140,8 +140,8 @@ class SaveFailed:
 class _Writer:
     """The saves of one checkpointer, one after the other."""
 
-    def __init__(self, connection: Connection, start: WriterStart) -> None:
-        self._connection, self._trainer = connection, os.getppid()
+    def __init__(self, connection: Connection, start: WriterStart, trainer: int) -> None:
+        self._connection, self._trainer = connection, trainer
         self._pool = Pool(start.config)
         self._catalog = StepCatalog(self._pool, start.prefix)
         self._ranks = Ranks(0.0, alone=True)
@@ -217,7 +217,7 @@ class _Writer:
             return
         if message.items is not None:
             self._items = message.items
-        if message.size:
+        if self._items:
             segment = job.write(self._memory[: message.size], self._items, part=message.part)
             self._say(PartWritten(segment=segment))
         if message.last:
@@ -245,14 +245,14 @@ class _Writer:
             self._commit(job)
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, trainer: int) -> None:
     """Serve the trainer that has the other end of a socket."""
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the trainer's to handle; this ends after it
         signal.signal(ignored, signal.SIG_IGN)
     with Connection(descriptor) as connection:
         start = connection.recv()
         try:
-            writer = _Writer(connection, start)
+            writer = _Writer(connection, start, trainer)
         except BaseException as error:  # noqa: BLE001 (raised by the trainer)
             with contextlib.suppress(OSError):
                 connection.send(SaveFailed.of(error))
