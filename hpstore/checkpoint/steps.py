@@ -317,8 +317,8 @@ class Steps:
         Raises
         ------
         CheckpointError
-            There is none whose steps are still kept, the run has committed steps since, or a save
-            is under way. Nothing was changed.
+            There is none whose steps are still kept, the run has committed steps since, a save is
+            under way, or devices are missing that hidden steps need. Nothing was changed.
         """
         self._saver.wait()
         chosen = may_take_back(self._catalog, name)

@@ -11,11 +11,13 @@ import logging
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from hpstore.checkpoint.catalog.hidden_steps import Rollback, RollbackState, copy_key, record_key
-from hpstore.checkpoint.catalog.segment_safety import require_safe
-from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.catalog.segment_safety import existing_version, require_safe
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog, decode_protection
+from hpstore.checkpoint.catalog.step_watch import is_hold
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest, manifest_key
 from hpstore.errors import (
     CheckpointError,
@@ -64,21 +66,66 @@ def hide_later(
     )
     if not later:
         return made
-    pool.put(record_key(steps.prefix, made.name), made.encode(), if_absent=True)
-    versions = {number: _copy(steps, made.name, number) for number in later}
+    record = pool.put(record_key(steps.prefix, made.name), made.encode(), if_absent=True)
+    try:
+        versions = {number: _copy(steps, made.name, number) for number in later}
+        _require_both_ends(steps, made, record.version)
+    except (HpstoreError, OSError):
+        _abandon(steps, made)
+        raise
     for number in reversed(later):
         _remove_original(steps, number, versions[number])
-    for name in names:
-        steps.unprotect(name)
+    for name, kept in names.items():
+        _let_go(steps, name, kept)
     pool.delete_many([note_key(steps.prefix)], missing_ok=True)  # it names what goes no more
-    left = [number for number in steps.all() if number > step]
+    _require_end(steps, made)
+    return made
+
+
+def _require_both_ends(steps: StepCatalog, made: Rollback, version: str) -> None:
+    """Raise CheckpointError, before anything is hidden, unless the run can go on from the step and
+    the rollback can be taken back: both may have been removed while copies were put."""
+    there = steps.all()
+    if made.step not in there:
+        raise CheckpointError(
+            f"step {made.step} was removed by another process, such as the retention of a training "
+            f"that still runs. Nothing was hidden. Stop that process, and go back to one of "
+            f"{there[-8:]}"
+        )
+    if existing_version(steps.pool, record_key(steps.prefix, made.name)) != version:
+        raise CheckpointError(
+            "the time for which steps are kept was over before they were hidden, by the clock of a "
+            "process that collects garbage. Nothing was hidden. Give a longer grace_seconds, or "
+            "set that machine's clock, and call rollback() again"
+        )
+
+
+def _abandon(steps: StepCatalog, made: Rollback) -> None:
+    """Nothing was hidden: remove the copies and the record. Best effort, they expire."""
+    copies = [copy_key(steps.prefix, made.name, step) for step in made.hidden]
+    try:
+        keys = [*copies, record_key(steps.prefix, made.name)]
+        steps.pool.delete_many(keys, missing_ok=True)
+    except (HpstoreError, OSError) as error:
+        _log.warning("copies of a rollback that was given up are left until later: %s", error)
+
+
+def _require_end(steps: StepCatalog, made: Rollback) -> None:
+    """Raise CheckpointError unless the run ends at the step of the rollback now."""
+    there = steps.all()
+    if made.step not in there:
+        raise CheckpointError(
+            f"step {made.step} was removed by another process while the later steps "
+            f"{made.hidden[-8:]} were hidden. These are kept. Stop that process, then "
+            f"steps.undo_rollback({made.name!r}) brings them back"
+        )
+    left = [number for number in there if number > made.step]
     if left:
         raise CheckpointError(
-            f"steps {left[:8]} were committed while {len(later)} others were hidden: another "
+            f"steps {left[:8]} were committed while {len(made.hidden)} others were hidden: another "
             "process saves here, or its save was stopped in the middle and went on. Stop it, then "
             "call rollback() again"
         )
-    return made
 
 
 def may_hide(
@@ -142,6 +189,22 @@ def _remove_original(steps: StepCatalog, step: int, version: str) -> None:
     steps.forget(step)
 
 
+def _let_go(steps: StepCatalog, name: str, step: int) -> None:
+    """Unprotect a step that is hidden, unless the name was let go or moved by then."""
+    if _protects(steps, name) == step:
+        with suppress(CheckpointError):  # nothing is protected under this name
+            steps.unprotect(name)
+
+
+def _protects(steps: StepCatalog, name: str) -> int | None:
+    """The step that has this protection now; None for none, or when its record is damaged."""
+    key = steps.protection_key(name)
+    try:
+        return decode_protection(steps.pool.get(key), where=key)
+    except (ObjectNotFound, IntegrityError):
+        return None
+
+
 def rollbacks(steps: StepCatalog) -> list[Rollback]:
     """Those whose steps are hidden, or whose copies are still there; in their order."""
     return [found.rollback for found in _records(steps)]
@@ -187,13 +250,37 @@ def take_back(steps: StepCatalog, name: str) -> Rollback:
             if not _same(steps, step, data):
                 raise
     for protection, step in record.protections.items():
-        if step in copies:
-            steps.protect(step, protection)
+        if step in copies and not is_hold(protection):  # nobody may be left to let a hold go
+            _protect_again(steps, record.name, step, protection)
     lost = [step for step in record.hidden if step not in copies]
     if lost:
         _log.warning("steps %s under %r could not be taken back", lost[:8], steps.prefix)
     done = _moved(steps, found, RollbackState.RETURNED)
     return replace(done.rollback, hidden=tuple(sorted(copies)))
+
+
+def _protect_again(steps: StepCatalog, rollback: str, step: int, name: str) -> None:
+    """Protect a step that is back, and no other one less: a name that is given away stays there."""
+    short = name if name.isascii() and len(name) <= 40 else "protected"
+    for free in (name, f"{short}-{rollback}", f"{short}-{rollback}-{step}"):
+        try:
+            steps.protect(step, free, if_absent=True)
+        except VersionConflict:
+            if _protects(steps, free) == step:
+                return
+            continue
+        if free != name:
+            _log.warning(
+                "step %d is back, and protected as %r: %r protects another step now",
+                step,
+                free,
+                name,
+            )
+        return
+    raise CheckpointError(
+        f"step {step} is back, but {name!r} and names like it protect other steps: unprotect one, "
+        "then call undo_rollback() again"
+    )
 
 
 def _chosen(records: Collection[_Found], name: str | None, prefix: str) -> _Found:
@@ -213,7 +300,11 @@ def _chosen(records: Collection[_Found], name: str | None, prefix: str) -> _Foun
 
 
 def _whole_copies(steps: StepCatalog, record: Rollback) -> dict[int, bytes]:
-    """Manifests of hidden steps whose segments survive one more loss (PROTOCOL 19), by step."""
+    """Manifests of hidden steps whose segments survive one more loss (PROTOCOL 19), by step.
+
+    Passes over what is lost for certain. Raises CheckpointError where that is unclear, as a step
+    that is passed over now does not come back later.
+    """
     copies: dict[int, bytes] = {}
     reason: Exception | None = None
     for step in record.hidden:
@@ -222,9 +313,15 @@ def _whole_copies(steps: StepCatalog, record: Rollback) -> dict[int, bytes]:
             data = steps.pool.get(key)
             for segment in Manifest.decode(data, where=key, facts_only=True).objects:
                 require_safe(steps.pool, segment.key, version=segment.version or None)
-        except HpstoreError as error:
+        except (ObjectNotFound, IntegrityError) as error:
             _log.warning("hidden step %d cannot be taken back: %s", step, error)
             reason = error
+        except HpstoreError as error:
+            raise CheckpointError(
+                f"hidden step {step} cannot be taken back now: {error}. Nothing was changed. Bring "
+                "missing devices back, then call undo_rollback() again; if what they held is lost "
+                f"for good, pool.delete({key!r}) gives this step up and the others come back"
+            ) from error
         else:
             copies[step] = data
     if not copies:

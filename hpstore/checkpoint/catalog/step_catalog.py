@@ -210,11 +210,15 @@ class StepCatalog:
 
     # --- protecting -------------------------------------------------------------------------
 
-    def protect(self, step: int, name: str) -> None:
-        """Keep a step, whatever retention says, until unprotect(name). Durable on return."""
+    def protect(self, step: int, name: str, *, if_absent: bool = False) -> None:
+        """Keep a step, whatever retention says, until unprotect(name). Durable on return.
+
+        `if_absent`: raise VersionConflict where the name is given away.
+        """
         self.manifest(step)
         key = self.protection_key(name)
-        self.pool.put(key, seal({"format": FORMAT, "step": checked_step(step)}))
+        data = seal({"format": FORMAT, "step": checked_step(step)})
+        self.pool.put(key, data, if_absent=if_absent)
         self._delete_those_there([note_key(self.prefix)])  # this step goes no more
 
     def unprotect(self, name: str) -> None:

@@ -34,6 +34,7 @@ from hpstore.errors import (
 
 _log = logging.getLogger(__name__)
 LISTING_SECONDS = 60.0  # between two listings of a run that saves at even steps
+_HOLD = "watch-"
 _PASSING = (DeviceError, RedundancyError, LockTimeout)  # trouble that may be over at the next look
 
 
@@ -191,7 +192,12 @@ class StepWatch:
 
 def held_as(name: str) -> str:
     """The name of the protection that a hold puts: none that people give, which it would move."""
-    return f"watch-{name}"
+    return f"{_HOLD}{name}"
+
+
+def is_hold(protection: str) -> bool:
+    """Whether a protection of this name is one that a hold has put."""
+    return protection.startswith(_HOLD)
 
 
 class WatchLoop:
