@@ -295,7 +295,8 @@ class Steps:
         return self._catalog.collect_garbage()
 
     def rollbacks(self) -> Sequence[Rollback]:
-        """Return the rollbacks of which something is kept, the first one first."""
+        """Return the rollbacks of which something is kept, the first one first. A record that is
+        damaged is passed over; the log says so."""
         return rollbacks(self._catalog)
 
     def undo_rollback(self, name: str | None = None) -> Rollback:
@@ -322,8 +323,8 @@ class Steps:
         """
         self._saver.wait()
         chosen = may_take_back(self._catalog, name)
-        self._saver.go_back()
-        done = take_back(self._catalog, chosen.name)
+        session = self._saver.go_back()
+        done = take_back(self._catalog, chosen.name, session=session)
         self._saver.went_back()
         return done
 

@@ -95,17 +95,37 @@ class HiddenSteps:
 
     def __init__(self, pool: Pool, prefix: str) -> None:
         self._pool, self._start = pool, f"{prefix}/rolled-back/"
+        self.damaged: set[str] = set()  # keys of records that cannot be read: logged once
         self._named: dict[str, set[str]] = {}  # by copy, which never changes: segments it names
 
-    def records(self) -> dict[str, str]:
+    def look(self) -> dict[str, str]:
+        """All keys there, with their versions: for records() and without_record()."""
+        return self._pool.admin.versions_under(self._start)
+
+    def records(self, found: Mapping[str, str]) -> dict[str, str]:
         """Keys of the records of rollbacks, with their versions, in the order of these."""
-        found = self._pool.admin.versions_under(self._start)
         there = {
             key: version
             for key, version in found.items()
             if _RECORD.fullmatch(key.removeprefix(self._start))
         }
         return dict(sorted(there.items(), key=lambda row: row[1]))
+
+    def without_record(self, found: Mapping[str, str]) -> list[str]:
+        """Keys of copies that are left over: the record of a rollback is put before its copies, so
+        it is looked at after them, and one that is gone does not come back."""
+        names: dict[str, list[str]] = {}
+        for key in found:
+            if copy := _COPY.fullmatch(key.removeprefix(self._start)):
+                names.setdefault(copy[1], []).append(key)
+        prefix = self._start.removesuffix("/rolled-back/")
+        gone = [
+            name
+            for name in names
+            if record_key(prefix, name) not in found
+            and not self._pool.exists(record_key(prefix, name))
+        ]
+        return [key for name in gone for key in names[name]]
 
     def segments(self) -> set[str]:
         """Keys of segments that hidden steps name.

@@ -18,6 +18,7 @@ from hpstore.checkpoint.catalog.hidden_steps import Rollback, RollbackState, cop
 from hpstore.checkpoint.catalog.segment_safety import existing_version, require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, decode_protection
 from hpstore.checkpoint.catalog.step_watch import is_hold
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest, manifest_key
 from hpstore.errors import (
     CheckpointError,
@@ -45,15 +46,16 @@ class _Found:
 
 
 def hide_later(
-    steps: StepCatalog, step: int, *, grace_ms: int, now_ms: int, force: bool
+    steps: StepCatalog, step: int, *, session: str, grace_ms: int, now_ms: int, force: bool
 ) -> Rollback:
-    """Hide what was committed after `step`. The caller has the fence (PROTOCOL 18).
+    """Hide what was committed after `step`. The caller has the fence as `session` (PROTOCOL 18),
+    and no save under way.
 
     In force on return. Raises CheckpointError, what the pool raises: then the run ends at a later
     step than that, or as before; call it again.
     """
     pool = steps.pool
-    _end_others(steps)
+    _end_saves(steps, session)
     later, names = may_hide(steps, step, force=force)
     steps.settle(step)
     made = Rollback(
@@ -149,8 +151,13 @@ def may_hide(
     return later, names
 
 
-def _end_others(steps: StepCatalog) -> None:
-    """End saves of sessions that have lost the fence: none of them commits after this."""
+def _end_saves(steps: StepCatalog, session: str) -> None:
+    """End saves of sessions that have lost the fence: none of them commits after this. And those of
+    the caller's own `session`, which are over: a note is left where its delete has failed."""
+    for key, (_, nonce) in steps.listing().attempts.items():
+        with suppress(ObjectNotFound, IntegrityError):
+            if SaveAttempt.decode(steps.pool.get(key), where=key).session == session:
+                steps.unclear.add(nonce)
     steps.collect_garbage()
     listing = steps.listing()
     left = sorted({step for step, _ in (listing.attempts | listing.condemned).values()})
@@ -210,12 +217,19 @@ def rollbacks(steps: StepCatalog) -> list[Rollback]:
     return [found.rollback for found in _records(steps)]
 
 
-def _records(steps: StepCatalog) -> list[_Found]:
+def _records(steps: StepCatalog, listed: Mapping[str, str] | None = None) -> list[_Found]:
+    """Passes over damaged ones, which are logged once: their copies stay."""
     found = []
-    for key, version in steps.hidden.records().items():
+    listed = steps.hidden.look() if listed is None else listed
+    for key, version in steps.hidden.records(listed).items():
         try:
             record = Rollback.decode(steps.pool.get(key), where=key)
         except ObjectNotFound:
+            continue
+        except IntegrityError as error:
+            if key not in steps.hidden.damaged:
+                steps.hidden.damaged.add(key)
+                _log.warning("a rollback is passed over, what it has hidden is kept: %s", error)
             continue
         if key == record_key(steps.prefix, record.name):
             found.append(_Found(rollback=record, version=version))
@@ -230,22 +244,24 @@ def may_take_back(steps: StepCatalog, name: str | None) -> Rollback:
     return record
 
 
-def take_back(steps: StepCatalog, name: str) -> Rollback:
-    """Commit again what a rollback has hidden. The caller has the fence.
+def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
+    """Commit again what a rollback has hidden. The caller has the fence as `session`.
 
     In force on return; after a crash in the middle, call it again. Raises CheckpointError: nothing
     was changed.
     """
     found = _chosen(_records(steps), name, steps.prefix)
     record = found.rollback
-    _end_others(steps)
+    _end_saves(steps, session)
     copies = _whole_copies(steps, record)
     _require_none_since(steps, record, copies)
     found = _moved(steps, found, RollbackState.RETURNING)  # from now on nothing of it expires
     for step, data in sorted(copies.items()):
         key = manifest_key(steps.prefix, step)
         try:
-            steps.pool.put(key, data, if_absent=True)
+            steps.pool.put(
+                key, data, if_absent=True, progress=lambda _: _require_returning(steps, found)
+            )
         except VersionConflict:
             if not _same(steps, step, data):
                 raise
@@ -257,6 +273,17 @@ def take_back(steps: StepCatalog, name: str) -> Rollback:
         _log.warning("steps %s under %r could not be taken back", lost[:8], steps.prefix)
     done = _moved(steps, found, RollbackState.RETURNED)
     return replace(done.rollback, hidden=tuple(sorted(copies)))
+
+
+def _require_returning(steps: StepCatalog, found: _Found) -> None:
+    """Under the claim of a manifest's put, before it writes: raise if another process has taken
+    this undo for dead, as the run went on, or has begun one of its own."""
+    key = record_key(steps.prefix, found.rollback.name)
+    if existing_version(steps.pool, key) != found.version:
+        raise CheckpointError(
+            "another process takes this rollback back, or has ended this undo since the run has "
+            "gone on: this one goes on no more. Look at steps() and steps.rollbacks()"
+        )
 
 
 def _protect_again(steps: StepCatalog, rollback: str, step: int, name: str) -> None:
@@ -354,10 +381,9 @@ def _same(steps: StepCatalog, step: int, data: bytes) -> bool:
 
 
 def _moved(steps: StepCatalog, found: _Found, state: RollbackState) -> _Found:
-    """The record in another state. Raises VersionConflict when another process moved it."""
+    """The record in this state, and of a new version: others that have begun to move it, or to take
+    the rollback back, do not go on. Raises VersionConflict when another process moved it."""
     record = replace(found.rollback, state=state)
-    if found.rollback.state is state:
-        return found
     key = record_key(steps.prefix, record.name)
     info = steps.pool.put(key, record.encode(), if_version=found.version)
     return _Found(rollback=record, version=info.version)
@@ -371,16 +397,11 @@ def remove_expired(steps: StepCatalog, now_ms: int) -> list[int]:
     """
     gone: list[int] = []
     try:
-        for found in _records(steps):
-            record = found.rollback
-            over = now_ms >= record.until_ms and record.state is not RollbackState.RETURNING
-            if not over and record.state is not RollbackState.EXPIRED:
-                continue
-            returned = record.state is RollbackState.RETURNED
-            if not returned:
-                _moved(steps, found, RollbackState.EXPIRED)
-            _remove(steps, record)
-            gone += [] if returned else record.hidden
+        listed = steps.hidden.look()
+        if left := steps.hidden.without_record(listed):
+            _remove_copies(steps, left)
+        for found in _records(steps, listed):
+            gone += _expire(steps, found, now_ms)
     except (HpstoreError, OSError) as error:
         _log.warning("hidden steps under %r are left: %s", steps.prefix, error)
     if gone:
@@ -388,11 +409,48 @@ def remove_expired(steps: StepCatalog, now_ms: int) -> list[int]:
     return gone
 
 
+def _expire(steps: StepCatalog, found: _Found, now_ms: int) -> Sequence[int]:
+    """Remove what a rollback keeps, if its time is over. The steps that are gone for good."""
+    record = found.rollback
+    if now_ms < record.until_ms and record.state is not RollbackState.EXPIRED:
+        return ()
+    back: Collection[int] = record.hidden if record.state is RollbackState.RETURNED else ()
+    if record.state is RollbackState.RETURNING:
+        back = steps.all()
+        if not record.hidden or not back or back[-1] <= max(record.hidden):
+            return ()  # it may be taken back yet
+        found = _end_undo(steps, found)
+    if record.state not in (RollbackState.RETURNED, RollbackState.EXPIRED):
+        _moved(steps, found, RollbackState.EXPIRED)
+    _remove(steps, record)
+    return [step for step in record.hidden if step not in back]
+
+
+def _end_undo(steps: StepCatalog, found: _Found) -> _Found:
+    """End an undo that was killed in the middle before the run went on; on return it puts no
+    manifest any more, if it was only stopped. Raises what the pool raises: it is not decided.
+
+    As with saves (PROTOCOL 18): the undo looks for its version of the record under the claim of
+    each put; here that version is replaced before those claims are taken.
+    """
+    found = _moved(steps, found, RollbackState.RETURNING)
+    for step in found.rollback.hidden:
+        key = manifest_key(steps.prefix, step)
+        if not steps.pool.admin.bar(key):
+            require_safe(steps.pool, key)
+    return found
+
+
 def _remove(steps: StepCatalog, record: Rollback) -> None:
     """The copies, then the segments that nothing else names, then the record: after a crash in the
     middle the rest is found again."""
+    _remove_copies(steps, [copy_key(steps.prefix, record.name, step) for step in record.hidden])
+    steps.pool.delete_many([record_key(steps.prefix, record.name)], missing_ok=True)
+
+
+def _remove_copies(steps: StepCatalog, copies: Sequence[str]) -> None:
+    """Remove copies, then the segments that nothing else names."""
     segments: set[str] = set()
-    copies = [copy_key(steps.prefix, record.name, step) for step in record.hidden]
     for key in copies:
         try:
             data = steps.pool.get(key)
@@ -401,4 +459,3 @@ def _remove(steps: StepCatalog, record: Rollback) -> None:
             continue  # garbage collection finds what it names
     steps.pool.delete_many(copies, missing_ok=True)
     steps.remove_unnamed(segments)
-    steps.pool.delete_many([record_key(steps.prefix, record.name)], missing_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from typing import Any
 
 from hpstore import errors
@@ -32,8 +31,10 @@ def roll_back(
     """Checkpointer.rollback(). Collective; what goes wrong is raised on all ranks."""
     step = checked_step(step)
     number = isinstance(grace_seconds, int | float) and not isinstance(grace_seconds, bool)
-    if not number or math.isnan(grace_seconds) or not 0 <= grace_seconds <= _LONGEST_SECONDS:
+    if not number:
         raise ConfigError(f"grace_seconds={grace_seconds!r} is not a number of seconds")
+    if not 0 <= grace_seconds <= _LONGEST_SECONDS:  # nan neither; no repr: it may be a huge int
+        raise ConfigError("grace_seconds must be from 0 to a hundred years")
     if steps.pool.read_only:
         raise CheckpointError(
             f"the pool of {steps.prefix!r} was opened read-only: no step can be hidden in it"
@@ -60,8 +61,15 @@ def roll_back(
 def _lead(steps: StepCatalog, saver: Saver, step: int, grace_ms: int, force: bool) -> Rollback:
     """What rank 0 does."""
     may_hide(steps, step, force=force)  # before another process loses its fence for nothing
-    saver.go_back()
-    done = hide_later(steps, step, grace_ms=grace_ms, now_ms=now_milliseconds(), force=force)
+    session = saver.go_back()
+    done = hide_later(
+        steps,
+        step,
+        session=session,
+        grace_ms=grace_ms,
+        now_ms=now_milliseconds(),
+        force=force,
+    )
     if done.hidden:
         _log.warning(
             "%r went back to step %d: the later steps %s are hidden, and kept for %.0f s. "

@@ -468,12 +468,14 @@ class Saver:
             known = known_items(manifest.segments, manifest.items)
             self._earlier = Earlier(step=manifest.step, known=known)
 
-    def go_back(self) -> None:
+    def go_back(self) -> str:
         """Become the session that saves here, for a rollback: on rank 0, no save being under way.
+        Returns the session.
 
         The next save takes the fence again if it is the first: ranks do the same there.
         """
         take_fence(self._catalog.pool, self._catalog.prefix, self._session)
+        return self._session
 
     def _expire(self) -> None:
         remove_expired(self._catalog, now_milliseconds())
