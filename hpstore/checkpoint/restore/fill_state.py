@@ -106,7 +106,7 @@ def restore_state(
     apply(state, loaded, filled=filling.filled, strict=strict, rng=how.rng)
     filling.filled.take_loaded()
     unexpected = _untaken(filling, mine)
-    loaded_names = filling.loaded
+    loaded_names = [name for name in filling.loaded if filling.filled.takes(name)]
     return RestoreReport(
         step=manifest.step,
         tensors=len(loaded_names),
@@ -153,7 +153,7 @@ def _fill(
 def _require_chosen(filling: Filler, plan: RestorePlan, tree: Any, missing: list[str]) -> None:
     """Raise CheckpointMismatch when chosen names of state and checkpoint differ."""
     filled = filling.filled
-    recorded = recorded_parameters(tree, filled)
+    recorded, wanted = recorded_parameters(tree, filled), filled.updated()
     untaken = [
         name
         for name in _untaken(filling, tree)
@@ -163,12 +163,13 @@ def _require_chosen(filling: Filler, plan: RestorePlan, tree: Any, missing: list
         join(path, f"state/{name}")
         for path, names in recorded.items()
         for name in names
-        if (path, name) not in filled.parameters
+        if name not in wanted[path]
     ]
     absent = [
         join(path, f"state/{name}")
-        for path, name in filled.parameters
-        if path in recorded and name not in recorded[path]
+        for path, names in wanted.items()
+        for name in names
+        if name not in recorded.get(path, ())
     ]
     missing = missing + [name for name in absent if plan.wants(name)]
     if untaken or missing:

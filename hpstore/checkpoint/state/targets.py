@@ -128,6 +128,27 @@ class Destinations:
                 named.setdefault(parameter, (path, join(path, clean_name(inner, name))))
         return {key: named[p] for key, p in self.parameters.items() if p in named}
 
+    def names(self) -> dict[tuple[str, str], list[str]]:
+        """As owners(), all paths of a parameter: a shared one has several."""
+        named: dict[torch.Tensor, list[str]] = {}
+        for path, model in self.models.items() if self.parameters else ():
+            inner = unwrapped(model)
+            for name, parameter in inner.named_parameters(remove_duplicate=False):
+                named.setdefault(parameter, []).append(join(path, clean_name(inner, name)))
+        return {key: named[p] for key, p in self.parameters.items() if p in named}
+
+    def updated(self) -> dict[str, set[str]]:
+        """Names of the parameters that each optimizer updates, by its path."""
+        there = {
+            path: {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for path, optimizer in self.optimizers.items()
+        }
+        found: dict[str, set[str]] = {path: set() for path in there}
+        for (path, name), parameter in self.parameters.items():
+            if id(parameter) in there.get(path, ()):
+                found[path].add(name)
+        return found
+
     def like(self, name: str) -> torch.Tensor | None:
         """What a tensor of this name is sharded like: its Stateful's own, or, for a moment, its
         parameter."""
@@ -207,7 +228,7 @@ class _Finder:
 
     def _container(self, path: str, value: Any) -> None:
         parts = children_of(value)
-        if parts is None or type(value) is not dict:
+        if not isinstance(value, dict) or grows(value):
             self.found.taken.add(path)
         if parts is None:
             return
