@@ -71,7 +71,10 @@ class RestorePlan:
         if how.load.transform is None:
             return
         names = tensor_names(self.tree, rank=how.rank)
-        self.ready = transformed(pool, self.manifest, names, how.load.transform, how.warm)
+        everyones = by_name(self.manifest.items).keys()
+        self.ready = transformed(
+            pool, self.manifest, names, how.load.transform, how.warm, among=everyones
+        )
 
     def find_misfits(self, how: RestoreOptions) -> None:
         """Which tensors do not fit: they are skipped, unless that is an error."""

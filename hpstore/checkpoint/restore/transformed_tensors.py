@@ -18,16 +18,20 @@ from hpstore.pool.pool import Pool
 
 
 def transforms_of(
-    names: Collection[str], transform: Transform | Mapping[str, Transform], step: int
+    names: Collection[str],
+    transform: Transform | Mapping[str, Transform],
+    step: int,
+    among: Collection[str],
 ) -> dict[str, Transform]:
     """The function for each name that has one: that of the first pattern that matches. Raises
-    CheckpointMismatch for a pattern that matches none."""
+    CheckpointMismatch for a pattern that matches none of `among`: other ranks have other names."""
     if callable(transform):
         return dict.fromkeys(names, transform)
     found: dict[str, Transform] = {}
     for pattern, call in transform.items():
-        mine = list(filter(Globs([pattern]).match, names))
-        if not mine:
+        globs = Globs([pattern])
+        mine = list(filter(globs.match, names))
+        if not mine and globs.unused(among):
             raise CheckpointMismatch(
                 f"transform={pattern!r} matches no tensor of step {step}. Nothing was changed."
             )
@@ -52,15 +56,21 @@ def applied(call: Transform, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return made.detach()
 
 
+def _weights(names: Collection[str]) -> list[str]:
+    return [name for name in names if not name.startswith(f"{RNG_KEY}@")]
+
+
 def transformed(
     pool: Pool,
     manifest: Manifest,
     names: Collection[str],
     transform: Transform | Mapping[str, Transform],
     warm: Warm | None,
+    among: Collection[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Those of the named tensors that a function is given for, read and changed, on the host."""
-    own = [name for name in names if not name.startswith(f"{RNG_KEY}@")]  # no weights
-    calls = transforms_of(own, transform, manifest.step)
+    """Those of the named tensors that a function is given for, read and changed, on the host.
+    `among`: names that a pattern may mean, by default these."""
+    own = _weights(names)
+    calls = transforms_of(own, transform, manifest.step, own if among is None else _weights(among))
     read = load_tensors(pool, manifest, list(calls), None, warm)
     return {name: applied(call, name, read.pop(name)) for name, call in calls.items()}
