@@ -51,7 +51,7 @@ class Filler:
 
     def put_transformed(self) -> None:
         """Copy what was transformed to where it belongs, each rank its part."""
-        for name in self._ready.keys() & self._given.keys():
+        for name in sorted(self._ready.keys() & self._given.keys()):
             value, place = self._ready[name], self._given[name]
             for chunk in chunks_of(name, place) if place is not value else ():
                 where = zip(chunk.box.offsets, chunk.box.sizes, strict=True)
@@ -62,17 +62,31 @@ class Filler:
         """Raise CheckpointMismatch when names of other values are one memory: which of them it
         would hold in the end, or that it holds parts of both, would be chance."""
         first: dict[tuple[Any, ...], str] = {}
-        for name, chunks in self.wanted.items():
-            for chunk in chunks:
+        for name, place in sorted(self._given.items()):
+            for chunk in self.wanted[name] if name in self.wanted else chunks_of(name, place):
                 at = chunk.tensor
                 if not at.numel():
                     continue
                 other = first.setdefault((at.device, at.data_ptr(), at.shape, at.stride()), name)
-                if other != name and self._content(other) != self._content(name):
-                    raise CheckpointMismatch(
-                        f"{other!r} and {name!r} are one tensor in the state, but two with other "
-                        "values were saved. Nothing was changed."
-                    )
+                if other != name:
+                    self._require_same(other, name)
+
+    def _require_same(self, one: str, other: str) -> None:
+        """Raise CheckpointMismatch unless two names of one memory get the same values."""
+        made = [self._ready.get(name) for name in (one, other)]
+        if made[0] is not None and made[1] is not None:
+            if _equal(made[0], made[1]):
+                return
+            why = "transform gives them other values"
+        elif made[0] is not None or made[1] is not None:
+            why = "only one of them is transformed: give transform both names, or leave one out"
+        elif self._content(one) == self._content(other):
+            return
+        else:
+            why = "two with other values were saved"
+        raise CheckpointMismatch(
+            f"{one!r} and {other!r} are one tensor in the state, but {why}. Nothing was changed."
+        )
 
     def _content(self, name: str) -> set[tuple[object, ...]]:
         return {(item.box, item.digest) for item in self._items[name]}
@@ -141,6 +155,16 @@ class Filler:
                 if saved != now and _castable(saved, now):
                     found[join(path, f"state/{number}")] = (saved, now)
         return found
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits."""
+    if one is other:
+        return True
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    a, b = (tensor.resolve_conj().resolve_neg().contiguous() for tensor in (one, other))
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _castable(one: torch.dtype, other: torch.dtype) -> bool:

@@ -81,12 +81,14 @@ def untransformed(
     slots: dict[str, list[str]] = {}
     for name in names:
         slots.setdefault(name.rpartition("/")[0], []).append(name)
-    for key, (_, name) in filled.owners().items():
+    for key, called in filled.names().items():
+        turned_names = [name for name in called if name in made]
+        if not turned_names:
+            continue
+        name = turned_names[0]  # all of them get the same
         below = [n for n in slots.get(join(key[0], f"state/{key[1]}"), []) if saved[n]]
-        turned = name in made and made[name] != saved[name]
-        if name in made and any(
-            slot not in made or (turned and made[slot] == saved[name]) for slot in below
-        ):
+        turned = made[name] != saved[name]
+        if any(slot not in made or (turned and made[slot] == saved[name]) for slot in below):
             found[key] = "its parameter was transformed, and they were not"
     return found
 
@@ -170,10 +172,14 @@ class Trim:
         state, groups = node.get("state"), node.get("param_groups")
         if not isinstance(state, dict) or not isinstance(groups, list):
             return node  # not an optimizer's: that is for the check to say
-        self.left += [join(path, f"state/{n}") for n, _ in children(state) if str(n) in gone]
+        named = {str(name) for name, _ in children(state)}
+        for group in groups:  # those without moments are left out, too
+            params = group.get("params") if isinstance(group, dict) else None
+            named.update(map(str, params if isinstance(params, list) else ()))
+        self.left += [join(path, f"state/{name}") for name in sorted(named & gone)]
         if TAG in state:
-            named = zip(state["v"], children(state), strict=True)
-            own = {**state, "v": [row for row, (n, _) in named if str(n) not in gone]}
+            rows = zip(state["v"], children(state), strict=True)
+            own = {**state, "v": [row for row, (n, _) in rows if str(n) not in gone]}
         else:
             own = {name: slots for name, slots in state.items() if name not in gone}
         return {**node, "state": own, "param_groups": groups_without(groups, gone)}
