@@ -27,6 +27,8 @@ from hpstore.checkpoint.format.items import FRAME_BYTES, Item, by_name, whole
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.format.segment_codecs import decode
 from hpstore.checkpoint.format.segment_plan import chunks_of
+from hpstore.checkpoint.restore.chosen_names import choose
+from hpstore.checkpoint.restore.load_options import LoadOptions
 from hpstore.checkpoint.restore.read_items import SegmentReads, reads_for
 from hpstore.checkpoint.state.state_tree import (
     CollectedTensors,
@@ -134,6 +136,46 @@ def look_at(node: Any) -> None:  # Any: JSON
     ):
         try:
             look()
+        except HpstoreError:
+            continue
+
+
+CHOICES = [
+    LoadOptions(rename={"w": "v/w"}),
+    LoadOptions(rename={"*": "x/*"}),
+    LoadOptions(rename={"model/*": "net/*", "model/b": None}),
+    LoadOptions(rename=lambda name: name.replace("o/", "p/")),
+    LoadOptions(include=["w", "model"]),
+    LoadOptions(exclude=["o", "*/state/a"]),
+]
+
+
+def choice_seeds() -> list[bytes]:
+    model = {"a": torch.ones(2), "b": torch.ones(2)}
+    named = {"state": {"a": {"m": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": ["a"]}]}
+    numbered = {"state": {0: {"m": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    states: list[dict[str, Any]] = [
+        {"model": model, "o": named},
+        {"ema": model, "model": model, "o": named},
+        {"o": numbered, "l": [{"model": model}]},
+    ]
+    found = [json.dumps(encode_tree(state, "", CollectedTensors())).encode() for state in states]
+    return [*tree_seeds(), *found]
+
+
+def take_choice(data: bytes) -> None:
+    """Whatever a tree holds, choose() gives a part of it or says why not."""
+    try:
+        node = json.loads(data)
+    except (ValueError, RecursionError):
+        return
+    if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
+        return
+    with parsing("a tree"):
+        check_tree(node)
+    for load in CHOICES:
+        try:
+            choose(replace(small_manifest(), tree=node), load)
         except HpstoreError:
             continue
 
@@ -362,6 +404,7 @@ def take_listing(data: bytes) -> None:
 
 CHECKPOINT_TARGETS = [
     Target(name="checkpoint-tree", run=take_tree, seeds=tree_seeds),
+    Target(name="checkpoint-choice", run=take_choice, seeds=choice_seeds),
     Target(
         name="checkpoint-manifest",
         run=take_manifest,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, LoadOptions
-from hpstore.errors import CheckpointMismatch, ConfigError
+from hpstore.checkpoint.restore.chosen_names import choose
+from hpstore.errors import CheckpointMismatch, ConfigError, HpstoreError
+from tests.integration.ranks import launch, make_pool, open_pool, raised, together
 from tests.integration.test_load_shapes import copied, net, report_of, trained
 
 
@@ -70,3 +75,239 @@ def test_an_optimizer_of_a_part_of_a_model_is_whole(ckpt: Checkpointer) -> None:
     mine = state(1)
     ckpt.restore(mine, load=LoadOptions(exclude="epoch"))
     assert mine["optimizer"].param_groups[0]["lr"] == 0.1
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+
+def averaged(seed: int, ckpt: Checkpointer) -> tuple[torch.nn.Module, torch.optim.AdamW]:
+    """A step in which an average with the same names stands before the model."""
+    model = net(3, seed)
+    optimizer = trained(model)
+    ckpt.save(1, {"ema": net(3, 5), "model": model, "optimizer": optimizer, "epoch": 3}).result()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        LoadOptions(rename={"ema": None}),
+        LoadOptions(rename={"ema/*": None}),
+        LoadOptions(rename=lambda name: None if name.startswith("ema/") else name),
+        LoadOptions(exclude="ema"),
+    ],
+)
+def test_moments_do_not_follow_an_average_that_is_left_out(
+    ckpt: Checkpointer, load: LoadOptions
+) -> None:
+    _, old = averaged(0, ckpt)
+    model = net(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    ckpt.restore({"model": model, "optimizer": optimizer, "epoch": 0}, load=load)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert len(optimizer.state) == len(old.state) == 4
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_moments_follow_the_model_that_is_renamed(ckpt: Checkpointer, strict: bool) -> None:
+    """Not the average, which stays; two that are moved apart are an error that names both."""
+    source, old = averaged(0, ckpt)
+    model = torch.nn.ModuleDict({"net": net(3, 1)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=9.0)
+    state = {"model": model, "optimizer": optimizer, "ema": net(3, 2), "epoch": 0}
+    ckpt.restore(state, strict=strict, load=LoadOptions(rename={"model/*": "model/net.*"}))
+    moment = optimizer.state[model.get_parameter("net.body.weight")]["exp_avg"]
+    assert torch.equal(moment, old.state[source.get_parameter("body.weight")]["exp_avg"])
+    apart = LoadOptions(rename={"model/*": "model/net.*", "ema/*": "ema/other.*"})
+    with pytest.raises(ConfigError, match=r"optimizer 'optimizer' are named in \['ema', 'model'\]"):
+        ckpt.restore(state, strict=strict, load=apart)
+
+
+def test_an_optimizer_without_recorded_parameters_is_missing(ckpt: Checkpointer) -> None:
+    """Not even one group is left: strict=True does not give a fresh optimizer."""
+    model = net(3, 0)
+    ckpt.save(1, {"old": model, "optimizer": trained(model)}).result()
+    target = net(3, 1)
+    optimizer = torch.optim.AdamW(target.parameters(), lr=9.0)
+    with pytest.raises(CheckpointMismatch, match=r"not recorded.*optimizer/state/body\.bias"):
+        ckpt.restore(
+            {"optimizer": optimizer, "new": {"m": target}},
+            load=LoadOptions(rename={"old/*": None}, exclude="new"),
+        )
+    assert optimizer.param_groups[0]["lr"] == 9.0
+
+
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS", "frozen AdamW"])
+def test_parameters_without_moments_can_be_excluded(ckpt: Checkpointer, kind: str) -> None:
+    """A plain SGD has none, LBFGS has those of all at the first, a frozen layer has none."""
+
+    def state(seed: int) -> dict[str, Any]:
+        model = layers(2, seed)
+        if kind == "frozen AdamW":
+            model.get_submodule("1").requires_grad_(False)
+        made: Any = getattr(torch.optim, kind.rpartition(" ")[2])
+        return {"model": model, "optimizer": made(model.parameters(), lr=0.1 * (1 + seed))}
+
+    source = state(0)
+
+    def closure() -> torch.Tensor:
+        source["optimizer"].zero_grad()
+        loss = torch.as_tensor(source["model"](torch.ones(2, 2)).square().sum())
+        torch.autograd.backward(loss)
+        return loss
+
+    source["optimizer"].step(closure)
+    ckpt.save(1, source).result()
+    target = state(1)
+    before = copied(target["model"])
+    ckpt.restore(target, load=LoadOptions(exclude="model/1.*"))
+    after = target["model"].state_dict()
+    assert torch.equal(after["0.weight"], source["model"].get_parameter("0.weight"))
+    assert torch.equal(after["1.weight"], before["1.weight"])
+    assert target["optimizer"].param_groups[0]["lr"] == 0.1
+    assert "optimizer/state/1.weight" in report_of(ckpt).skipped
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        LoadOptions(exclude="optimizer/param_groups"),
+        LoadOptions(exclude="optimizer/state/0"),
+        LoadOptions(include=["optimizer/state/[12]", "epoch"]),
+    ],
+)
+def test_an_optimizer_by_numbers_is_chosen_whole(ckpt: Checkpointer, load: LoadOptions) -> None:
+    source = net(3, 0)
+    ckpt.save(1, {"optimizer": trained(source), "epoch": 3}).result()
+    target = net(3, 1)
+    mine = trained(target, steps=1)
+    mine.param_groups[0]["lr"] = 9.0
+    with pytest.raises(ConfigError, match="'optimizer' was saved without names"):
+        ckpt.restore({"optimizer": mine, "epoch": 0}, load=load)
+    assert mine.param_groups[0]["lr"] == 9.0
+    assert mine.state[target.get_parameter("body.weight")]["step"] == 1
+    for whole in (LoadOptions(exclude="epoch"), LoadOptions(include="optimizer")):
+        ckpt.restore({"optimizer": mine}, load=whole)
+        assert mine.state[target.get_parameter("body.weight")]["step"] == 2
+    ckpt.restore({"epoch": 0}, load=LoadOptions(exclude="optimizer"))
+
+
+# --- tied weights -------------------------------------------------------------------------------
+
+
+class Tied(torch.nn.Module):
+    """An embedding and a head of one weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tok = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.tok.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(self.head(self.tok(x)))
+
+
+def times(factor: int) -> Any:
+    return lambda name, tensor: tensor * factor
+
+
+def test_two_names_of_one_memory_are_transformed_alike(ckpt: Checkpointer) -> None:
+    source = Tied(0)
+    optimizer = torch.optim.AdamW(source.parameters(), lr=0.1)
+    source(torch.arange(6)).sum().backward()
+    optimizer.step()
+    ckpt.save(1, {"model": source, "optimizer": optimizer}).result()
+    for transform in (
+        {"model/head.weight": times(2)},
+        {"model/tok.weight": times(2)},
+        {"model/tok.weight": times(2), "model/head.weight": times(3)},
+        lambda name, tensor: tensor * 3 if "head" in name else tensor,
+    ):
+        target = Tied(1)
+        before = copied(target)
+        with pytest.raises(CheckpointMismatch, match="are one tensor in the state"):
+            ckpt.restore(
+                {"model": target, "optimizer": torch.optim.AdamW(target.parameters())},
+                load=LoadOptions(transform=transform),
+            )
+        assert torch.equal(target.tok.weight, before["tok.weight"])
+    both = LoadOptions(transform={"model/*": times(2)})
+    second = LoadOptions(exclude="model/tok.weight", transform={"model/head.weight": times(2)})
+    for load in (both, second):
+        target = Tied(1)
+        fresh = torch.optim.AdamW(target.parameters())
+        ckpt.restore({"model": target, "optimizer": fresh}, load=load)
+        assert torch.equal(target.tok.weight, source.tok.weight * 2)
+        assert not fresh.state
+    again = LoadOptions(transform=times(2))
+    ckpt.restore({"model": target, "optimizer": fresh}, load=again)
+    assert len(fresh.state) == 1
+
+
+# --- bytes from an enemy ------------------------------------------------------------------------
+
+GROUPS = [{"params": ["a"]}]
+HOSTILE: dict[str, Any] = {
+    "a list for a name": {"state": {}, "param_groups": [{"params": [["a"]]}]},
+    "a state that is a tensor": {"state": {"$": "tensor", "item": "w"}, "param_groups": GROUPS},
+    "a state without rows": {"state": {"$": "dict"}, "param_groups": GROUPS},
+    "a group with a tag": {"state": {}, "param_groups": [{"$": "float", "params": ["a"]}]},
+    "a dict without rows": {"$": "dict"},
+    "a tensor that is no text": {"$": "tensor", "item": 3},
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_tree_is_chosen_or_refused(ckpt: Checkpointer, case: str) -> None:
+    """Never by an error of Python's; one of the caller's function comes as it is."""
+    ckpt.save(1, {"w": torch.ones(2)}).result()
+    found = ckpt.steps.manifest(1)
+    hostile = replace(found, tree={**found.tree, "o": HOSTILE[case]})
+    for load in (
+        LoadOptions(rename={"w": "v"}),
+        LoadOptions(rename={"o": "q"}),
+        LoadOptions(exclude="o"),
+        LoadOptions(rename=lambda name: name),
+    ):
+        with suppress(HpstoreError):
+            choose(hostile, load)
+
+    def fails(name: str) -> str:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        choose(found, LoadOptions(rename=fails))
+
+
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def stages(rank: int, world: int, directory: Path) -> None:
+    """Each rank has a layer of its own; a pattern means that of one of them."""
+    with Checkpointer(open_pool(directory), "run", rng=False) as ckpt:
+
+        def stage(seed: int) -> torch.nn.Module:
+            torch.manual_seed(seed)
+            made = torch.nn.Module()
+            made.add_module(str(rank), torch.nn.Linear(4, 4))
+            return made
+
+        source, target = stage(rank), stage(7)
+        ckpt.save(1, {"model": source}).result()
+        ckpt.restore({"model": target}, load=LoadOptions(transform={"model/1.*": times(2)}))
+        for name, value in target.state_dict().items():
+            wanted = source.state_dict()[name] * (2 if rank == 1 else 1)
+            together(torch.equal(value, wanted), name)
+        said = raised(
+            lambda: ckpt.restore(
+                {"model": target}, load=LoadOptions(transform={"model/2.*": times(2)})
+            ),
+        )
+        together("matches no tensor" in said, said)
+
+
+def test_a_function_for_a_tensor_of_one_rank(tmp_path: Path) -> None:
+    make_pool(tmp_path)
+    launch(tmp_path, 2, stages)

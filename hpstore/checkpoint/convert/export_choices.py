@@ -78,9 +78,9 @@ def _model_path(tree: Json) -> str:
     if isinstance(root, Branch):
         recorded = Recorded(root)
         optimizers = [node for *_, node in entries(root) if is_optimizer(node)]
-        found = {recorded.model_of(node) for node in optimizers} - {None, ""}
+        found = {path for node in optimizers for path in recorded.models_of(node)} - {""}
         if len(found) == 1:
-            return str(found.pop())
+            return found.pop()
     only = only_branch(
         {n: child for n, child in tree.items() if n != RNG_KEY and not is_optimizer(child)}
     )

@@ -16,20 +16,26 @@ from hpstore.errors import CheckpointMismatch, ConfigError
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 _GROUPS = "param_groups"
-_CANDIDATES = 16  # dicts that are looked at for all names of an optimizer: its model is the first
+_CANDIDATES = 16  # dicts that are looked at for all names of an optimizer
 
 
 def is_optimizer(node: Json) -> bool:
     """Whether a recorded dict is the state of an optimizer."""
     if not isinstance(node, dict) or TAG in node:
         return False
-    groups = node.get(_GROUPS)
+    groups, state = node.get(_GROUPS), node.get("state")
     return (
-        isinstance(node.get("state"), dict)
+        isinstance(state, dict)
+        and state.get(TAG, "dict") == "dict"
         and isinstance(groups, list)
         and bool(groups)
-        and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
+        and all(map(_is_group, groups))
     )
+
+
+def _is_group(node: Json) -> bool:
+    params = node.get("params") if isinstance(node, dict) and TAG not in node else None
+    return isinstance(params, list) and all(type(name) in (str, int) for name in params)
 
 
 def _params(node: Json) -> list[Any]:
@@ -48,16 +54,39 @@ class Recorded:
                 if len(some) < _CANDIDATES:
                     some.append(number)
 
-    def model_of(self, optimizer: Json) -> str | None:
-        """The path of the dict that has all of an optimizer's parameters; None without one."""
+    def models_of(self, optimizer: Json) -> list[str]:
+        """The paths of the dicts that have all of an optimizer's parameters: its model, and what
+        has the same names, such as an average or a teacher."""
         names = _params(optimizer)
         if not names or type(names[0]) is not str:
-            return None
-        for number in self._holders.get(names[0], ()):
-            path, there = self._found[number]
-            if all(type(name) is str and name in there for name in names):
-                return path
-        return None
+            return []
+        found = [self._found[number] for number in self._holders.get(names[0], ())]
+        return [
+            path
+            for path, there in found
+            if all(type(name) is str and name in there for name in names)
+        ]
+
+    def model_of(self, path: str, optimizer: Json, moves: Mapping[str, str | None]) -> str | None:
+        """The model that an optimizer at `path` follows; None without one.
+
+        A dict that is left out is none. Of others that would name the parameters differently, it
+        is the one that is moved. Raises ConfigError when there are several such.
+        """
+        models = self.models_of(optimizer)
+        found: dict[tuple[str | None, ...], str] = {}
+        for model in models:
+            found.setdefault(tuple(_new_names(optimizer, model, moves)), model)
+        stays, gone = tuple(_params(optimizer)), (None,) * len(_params(optimizer))
+        kept = {names: model for names, model in found.items() if names != gone} or found
+        moved_ones = {names: model for names, model in kept.items() if names != stays} or kept
+        if len(moved_ones) > 1:
+            raise ConfigError(
+                f"the parameters of optimizer {path!r} are named in {models[:4]}, which rename= "
+                "moves differently: rename those that are not its model in a restore of their own, "
+                "or leave them out. Nothing was changed."
+            )
+        return next(iter(moved_ones.values()), None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +123,7 @@ def rename_optimizer(
             f"a whole, to NAME/{_GROUPS}. Nothing was changed."
         )
     found = RenamedOptimizer(path=at, node=None)
+    _require_whole(node, at, chosen)
     called = _called(node, path, at, model, moves, chosen, found)
     with_groups = chosen.lets(groups_name)
     if with_groups:
@@ -102,9 +132,24 @@ def rename_optimizer(
         found.left_out.append(groups_name)
     state = _state(node["state"], path, at, called, found)
     groups = _groups(node[_GROUPS], called, options=with_groups)
-    if state or any(group["params"] for group in groups) or with_groups:
+    has_state = bool(state["v"] if TAG in state else state)
+    if has_state or any(group["params"] for group in groups) or with_groups:
         found.node = {**node, "state": state, _GROUPS: groups}
     return found
+
+
+def _require_whole(node: Json, at: str, chosen: NameFilter) -> None:
+    """Raise ConfigError when only a part is chosen of an optimizer whose parameters have no names:
+    torch gives it all of a state, or nothing."""
+    if all(type(name) is str for name in _params(node)):
+        return
+    names = [join(at, _GROUPS), *(join(at, f"state/{n}") for n in dict.fromkeys(_params(node)))]
+    lets = [chosen.lets(name) for name in names]
+    if any(lets) and not all(lets):
+        raise ConfigError(
+            f"optimizer {at!r} was saved without names of its parameters, as its model was not in "
+            "the state: include= and exclude= choose all of it or nothing. Nothing was changed."
+        )
 
 
 def _called(
@@ -141,6 +186,16 @@ def _called(
     return called
 
 
+def _new_names(node: Json, model: str, moves: Mapping[str, str | None]) -> list[str | None]:
+    """What a model would call an optimizer's parameters."""
+    found = []
+    for name in _params(node):
+        old = join(model, name)
+        new = moves.get(old, old)
+        found.append(name if new == old else _own_name(name, new, model))
+    return found
+
+
 def _own_name(name: str, moved_to: str | None, model: str | None) -> str | None:
     """What a model calls a parameter of a new path."""
     if moved_to is None:
@@ -168,13 +223,13 @@ def _state(
 
 
 def _groups(groups: Json, called: Mapping[str, str | None], *, options: bool) -> list[Json]:
-    """Groups of the chosen parameters. Those without names keep their numbers and options: torch
-    finds them by their place alone."""
+    """Groups of the chosen parameters. Those without names are chosen whole or not at all, and keep
+    their numbers: torch finds them by their place alone."""
     kept = []
     for group in groups:
         params = group["params"]
         if any(type(name) is not str for name in params):
-            kept.append(group)
+            kept += [group] if options else []
             continue
         some = [called[name] for name in params if called[name] is not None]
         if some or (options and not params):

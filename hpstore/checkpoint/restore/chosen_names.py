@@ -18,7 +18,14 @@ from hpstore.checkpoint.restore.tree_branches import Branch, closed, entries, mo
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH
 from hpstore.checkpoint.state.targets import RNG_KEY
 from hpstore.checkpoint.state.tree_paths import leaves
-from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
+from hpstore.errors import (
+    CheckpointError,
+    CheckpointMismatch,
+    ConfigError,
+    HpstoreError,
+    IntegrityError,
+)
+from hpstore.format.untrusted_bytes import MALFORMED, brief
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 
@@ -35,12 +42,26 @@ class Choice:
 
 def choose(manifest: Manifest, load: LoadOptions) -> Choice:
     """Raises CheckpointMismatch for names that collide and patterns that mean nothing, ConfigError
-    for what cannot be chosen in parts."""
+    for what cannot be chosen in parts, IntegrityError for what no save has recorded."""
+    renames = Renames(load.rename)
+    try:
+        return _chosen(manifest, load, renames)
+    except HpstoreError:
+        raise
+    except MALFORMED as error:
+        if error is renames.raised:  # by the caller's own function
+            raise
+        raise IntegrityError(
+            f"the state that step {manifest.step} recorded is malformed: {brief(error)}"
+        ) from error
+
+
+def _chosen(manifest: Manifest, load: LoadOptions, renames: Renames) -> Choice:
     stored = by_name(manifest.items)
     shapes = {name: items[0].shape for name, items in stored.items()}
     if not load.chooses:
         return Choice(manifest=manifest, shapes=shapes)
-    chooser = _Chooser(manifest, load, shapes)
+    chooser = _Chooser(manifest, load, shapes, renames)
     tree = chooser.tree()
     items = tuple(
         replace(item, name=new) if new != item.name else item
@@ -58,10 +79,14 @@ class _Chooser:
     """Moves the entries of a tree to their new names, and takes out those that are not chosen."""
 
     def __init__(
-        self, manifest: Manifest, load: LoadOptions, shapes: Mapping[str, tuple[int, ...]]
+        self,
+        manifest: Manifest,
+        load: LoadOptions,
+        shapes: Mapping[str, tuple[int, ...]],
+        renames: Renames,
     ) -> None:
         self._step, self._tree, self._old_shapes = manifest.step, manifest.tree, shapes
-        self._renames, self._filter = Renames(load.rename), NameFilter(load)
+        self._renames, self._filter = renames, NameFilter(load)
         self._takers: dict[str, str] = {}  # new name: old name
         self._moves: dict[str, str | None] = {}  # old name of a tensor or value: new name
         self.items: dict[str, list[str]] = {}  # old name of a tensor: new names
@@ -87,12 +112,19 @@ class _Chooser:
                 placed.append((new, moved(node, path, new)))
         for branch, key, path, node in optimizers:
             found = rename_optimizer(
-                path, node, recorded.model_of(node), self._moves, self._renames, self._filter
+                path,
+                node,
+                recorded.model_of(path, node, self._moves),
+                self._moves,
+                self._renames,
+                self._filter,
             )
             self.left_out += found.left_out
             for old, name in found.names.items():
                 self._take(old, name)
             self._take_items(found.items.items())
+            for old, name in found.items.items():
+                self.shapes.setdefault(name, self._old_shapes.get(old, ()))
             if found.node is not None and found.path == path:
                 branch.fill(branch.rows[key][0], key, found.node)
                 continue

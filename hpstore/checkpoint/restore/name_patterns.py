@@ -49,11 +49,16 @@ class Renames:
         self._call = renaming if callable(renaming) else None
         self._patterns = dict(renaming) if isinstance(renaming, Mapping) else {}
         self._used: set[str] = set()
+        self.raised: Exception | None = None  # by the function
 
     def of(self, name: str) -> str | None:
         """The name in the state. Raises ConfigError for what a function must not return."""
         if self._call is not None:
-            found = self._call(name)
+            try:
+                found = self._call(name)
+            except Exception as error:
+                self.raised = error
+                raise
             if found is not None and not _is_name(found):
                 raise ConfigError(
                     f"rename gave {found!r} for {name!r}: it must give a name such as "
