@@ -91,7 +91,7 @@ def _require_both_ends(steps: StepCatalog, made: Rollback, version: str) -> None
     if made.step not in there:
         raise CheckpointError(
             f"step {made.step} was removed by another process, such as the retention of a training "
-            "that still runs. Nothing was hidden. Stop that process, and go back to another step of "
+            "that still runs. Nothing was hidden. Stop that process, then go back to another of "
             f"{there[-8:]}"
         )
     if existing_version(steps.pool, record_key(steps.prefix, made.name)) != version:

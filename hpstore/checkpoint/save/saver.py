@@ -452,8 +452,6 @@ class Saver:
             underway.wait()
         self._after.flush()
 
-    # --- restoring and the end ------------------------------------------------------------------
-
     def resting(self) -> contextlib.AbstractContextManager[None]:
         """Nothing is prewritten inside: a restore comes first."""
         return self._space.resting()
@@ -469,10 +467,8 @@ class Saver:
             self._earlier = Earlier(step=manifest.step, known=known)
 
     def go_back(self) -> str:
-        """Become the session that saves here, for a rollback: on rank 0, no save being under way.
-        Returns the session.
-
-        The next save takes the fence again if it is the first: ranks do the same there.
+        """Become the session that saves here, which is returned, for a rollback: on rank 0, no save
+        being under way. The next save takes the fence again if it is the first.
         """
         take_fence(self._catalog.pool, self._catalog.prefix, self._session)
         return self._session
