@@ -116,6 +116,18 @@ def test_the_model_alone_is_found(pool: hpstore.Pool, tmp_path: Path) -> None:
         export_checkpoint(pool, RUN, 1, tmp_path / "no", model_only=True, keys=["a"])
 
 
+def test_an_average_beside_the_model_is_not_taken_for_it(
+    pool: hpstore.Pool, tmp_path: Path
+) -> None:
+    """Both have the names of the optimizer: which is the model is for the user to say."""
+    model = torch.nn.Linear(2, 2)
+    state = {"ema": torch.nn.Linear(2, 2), "net": model}
+    with Checkpointer(pool, RUN) as ckpt:
+        ckpt.save(1, {**state, "opt": torch.optim.SGD(model.parameters())}).result()
+    with pytest.raises(CheckpointError, match="do not show which is the model"):
+        export_checkpoint(pool, RUN, 1, tmp_path / "no", model_only=True)
+
+
 def test_transformers_reads_an_export_as_its_own(pool: hpstore.Pool, tmp_path: Path) -> None:
     """save_pretrained's names, files and index, at the same size of a file; from_pretrained."""
     transformers = pytest.importorskip("transformers")

@@ -192,6 +192,35 @@ def test_an_optimizer_by_numbers_is_chosen_whole(ckpt: Checkpointer, load: LoadO
     ckpt.restore({"epoch": 0}, load=LoadOptions(exclude="optimizer"))
 
 
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_skipped_parameter_of_an_optimizer_of_two_models_keeps_its_moments(
+    ckpt: Checkpointer, groups: bool
+) -> None:
+    """Its state goes by numbers. A group of such parameters alone keeps its options."""
+
+    def state(outputs: int, seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        a, b = torch.nn.Linear(4, 4), torch.nn.Linear(4, outputs)
+        parts: list[Any] = [*a.parameters(), *b.parameters()]
+        if groups:
+            parts = [{"params": parts[:2]}, {"params": parts[2:]}]
+        made = torch.optim.AdamW(parts, lr=0.1 + seed)
+        torch.autograd.backward(b(a(torch.ones(2, 4))).square().sum())
+        made.step()
+        return {"a": a, "b": b, "optimizer": made}
+
+    source, target = state(3, 0), state(5, 1)
+    ckpt.save(1, source).result()
+    mine: Any = target["optimizer"]
+    before = {slot: v.clone() for slot, v in mine.state[target["b"].weight].items()}
+    ckpt.restore(target, strict=False)
+    after = mine.state[target["b"].weight]
+    assert all(torch.equal(after[slot], value) for slot, value in before.items())
+    wanted = source["optimizer"].state[source["a"].weight]["exp_avg"]
+    assert torch.equal(mine.state[target["a"].weight]["exp_avg"], wanted)
+    assert [g["lr"] for g in mine.param_groups] == ([0.1, 1.1] if groups else [0.1])
+
+
 # --- tied weights -------------------------------------------------------------------------------
 
 

@@ -186,12 +186,15 @@ class Trim:
 
 
 def groups_without(groups: list[Json], gone: Collection[str]) -> list[Json]:
-    """Recorded groups without some named parameters; one that had no others goes with them."""
+    """Recorded groups without some parameters; one that had no others goes with them. A
+    number, which counts by its place, becomes None there."""
     kept = []
     for group in groups:
         params = group.get("params") if isinstance(group, dict) else None
         if not isinstance(params, list) or not params:
             kept.append(group)
+        elif any(type(name) is int for name in params):
+            kept.append({**group, "params": [None if str(n) in gone else n for n in params]})
         elif some := [name for name in params if type(name) is not str or name not in gone]:
             kept.append({**group, "params": some})
     return kept

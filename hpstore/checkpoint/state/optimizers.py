@@ -168,6 +168,26 @@ def _unrecorded(
     return {n: own[at] for n, at in numbers.items() if n not in recorded and at in own}
 
 
+def _with_own(optimizer: Optimizer, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded state by numbers, with the moments that parameters have already where None stands
+    for their number, and the options of a group of such alone."""
+    recorded = loaded["param_groups"]
+    if not any(number is None for group in recorded for number in group["params"]):
+        return dict(loaded)
+    packed = optimizer.state_dict()
+    state, groups = dict(loaded["state"]), []
+    for saved, mine in zip(recorded, packed["param_groups"], strict=True):
+        params: list[object] = []
+        for number, own in zip(saved["params"], mine["params"], strict=True):
+            key = number if number is not None else ("own", own)  # no recorded number
+            if number is None and own in packed["state"]:
+                state[key] = packed["state"][own]
+            params.append(key)
+        stays = all(number is None for number in saved["params"])
+        groups.append({**(mine if stays else saved), "params": params})
+    return {**loaded, "state": state, "param_groups": groups}
+
+
 def load_optimizer(
     path: str, optimizer: Optimizer, names: Parameters | None, loaded: Any, *, strict: bool
 ) -> None:
@@ -179,6 +199,7 @@ def load_optimizer(
     whole, optimizer = optimizer, local_part(optimizer)
     try:
         if names is None:
+            loaded = _with_own(optimizer, loaded)
             called = {p: number for number, p in _numbered(optimizer, loaded)}
             _load(optimizer, loaded, called, loaded["state"])
             return
