@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -15,7 +15,13 @@ import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.save import save_failures
-from hpstore.errors import CheckpointError, ConfigError, TooFewDevices, VersionConflict
+from hpstore.errors import (
+    CheckpointError,
+    ConfigError,
+    HpstoreError,
+    TooFewDevices,
+    VersionConflict,
+)
 from hpstore.pool.pool import Pool
 from tests.fault.common import poll
 from tests.integration.ranks import breaking_put, launch, make_pool, open_pool, put_segments
@@ -103,7 +109,7 @@ def test_warn_goes_on_training(
         lines = [text for text in caplog.messages if "the training goes on" in text]
         assert len(lines) == 2
         assert "step 2 is not committed, step 1 is still current" in lines[0]
-        assert isinstance(second.error, TooFewDevices)
+        assert isinstance(second.outcome(), TooFewDevices)
         for handle in (second, third):
             with pytest.raises(TooFewDevices, match="three devices are away"):
                 handle.result()
@@ -164,7 +170,7 @@ def test_warn_goes_on_when_the_first_slice_cannot_begin(
             Outage(patch, "/attempts/")
             handle = ckpt.save(1, state_of(1))
             assert handle.done()
-            assert isinstance(handle.error, TooFewDevices)
+            assert isinstance(handle.outcome(), TooFewDevices)
         ckpt.save(2, state_of(2)).result()
         assert ckpt.counters["sliced_saves_total"] == 2
         assert ckpt.counters["saves_failed_total"] == 1
@@ -350,11 +356,23 @@ def fail_on_one(rank: int, world: int, directory: Path) -> None:
                 ckpt.wait()
                 if restore is not None:
                     restore()
-                assert handle.error is not None
-                assert ckpt.saver.last_failure is handle.error
+                assert isinstance(handle.outcome(), HpstoreError)
+                assert ckpt.saver.last_failure is handle.outcome()
+            stage = ckpt.saver._stage._stage
+
+            def full(*_: object) -> NoReturn:
+                raise MemoryError("no more")
+
+            if rank:  # what fails as it is staged, on one rank alone, is borne by all as well
+                ckpt.saver._stage._stage = full  # type: ignore[method-assign,assignment]
+            handle = ckpt.save(5, {"mine": ckpt.per_rank(torch.ones(9_000))})
+            ckpt.wait()
+            ckpt.saver._stage._stage = stage  # type: ignore[method-assign]
+            assert isinstance(handle.outcome(), CheckpointError)
+            assert "rank 1: MemoryError" in str(handle.outcome())
             ckpt.save(5, {"mine": ckpt.per_rank(torch.ones(9_000))}).result()
             assert ckpt.steps() == [1, 5]
-            assert ckpt.counters["saves_failed_total"] == 3
+            assert ckpt.counters["saves_failed_total"] == 4
 
 
 def test_ranks_bear_a_failure_together(tmp_path: Path) -> None:

@@ -83,11 +83,6 @@ class SaveHandle:
         """Whether this process is a fork of the one that saves: the save's thread is not here."""
         return self._pid != os.getpid()
 
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong; None while it is under way, and when it is committed. Raises nothing."""
-        return self._future.exception() if self._future.done() else None
-
     def done(self) -> bool:
         """Whether it is committed or has failed."""
         return self._future.done()

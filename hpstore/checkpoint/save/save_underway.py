@@ -48,7 +48,7 @@ class Underway:
         """Raise what went wrong, unless the handle has or it is `borne`. It has ended."""
         if self.handle.foreign:
             return
-        if not self.handle.delivered and self.handle.error is not borne:
+        if not self.handle.delivered and self.handle.outcome() is not borne:
             self.handle.result()
         self.tidied.result()
 
