@@ -16,8 +16,11 @@ import pytest
 import torch
 
 from hpstore.benchmarks.checkpoint import (
+    checkpoint_background,
     checkpoint_bench,
     checkpoint_compression,
+    checkpoint_ranks,
+    checkpoint_shapes,
     checkpoint_special,
 )
 from hpstore.benchmarks.checkpoint.checkpoint_bars import (
@@ -177,13 +180,18 @@ def test_copy_ends_with_equal_bytes(spec: CheckpointSpec) -> None:
 
 
 SMALL = {
-    "SAMPLES": 1,
-    "PACES": {"fast": (1, 1.0), "gentle": (1, 0.25)},
-    "MANY_TENSORS": 50,
-    "GROWTH_SAVES": 3,
-    "GROWTH_WARM": 2,
-    "_STEP_SECONDS": 0.001,
-    "_QUIET_STEPS": 2,
+    checkpoint_special: {
+        "SAMPLES": 1,
+        "PACES": {"fast": (1, 1.0), "gentle": (1, 0.25)},
+        "MANY_TENSORS": 50,
+        "GROWTH_SAVES": 3,
+        "GROWTH_WARM": 2,
+        "_STEP_SECONDS": 0.001,
+        "_QUIET_STEPS": 2,
+    },
+    checkpoint_background: {"_SAMPLES": 1, "_WARM_SAVES": 0, "_QUIET_STEPS": 2},
+    checkpoint_shapes: {"SAMPLES": 1, "WARM_SAVES": 0, "STAND_IN_STEPS": 2},
+    checkpoint_ranks: {"SAMPLES": 1, "WARM_SAVES": 0, "WORLDS": (2,), "LOADING_WORLDS": (2, 1)},
 }
 
 
@@ -192,8 +200,9 @@ def test_figures_without_peers_are_found_or_skipped_with_a_reason(
     spec: CheckpointSpec, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each session runs on small numbers and gives a ratio; a skip says why."""
-    for constant, value in SMALL.items():
-        monkeypatch.setattr(checkpoint_special, constant, value)
+    for module, constants in SMALL.items():
+        for constant, value in constants.items():
+            monkeypatch.setattr(module, constant, value)
     found = checkpoint_bench.SPECIAL[name](NoBallast(), replace(spec, contender=name))
     rows = special_verdicts(defaultdict(list, {name: [found]}))
     assert [row for row in rows.values() if "median" in row] or found["skipped"]

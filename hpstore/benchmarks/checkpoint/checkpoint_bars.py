@@ -16,6 +16,8 @@ OURS = "hpstore"
 SPARE_BYTES = 64 * MIB
 SLICE_LIMIT_BYTES = 4.2 * MIB
 DURABLE_STEADY_BAR, DURABLE_FIRST_BAR, LOAD_COLD_BAR = 0.7, 1.1, 0.9
+FROZEN_BAR = 0.15  # nine tensors of ten are as they were
+DEDUPLICATED_BAR = 1.05  # what all ranks hold is stored once; parity is not counted
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -183,7 +185,53 @@ def special_verdicts(found: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]
             0.1,
         ),
     }
-    return rows | _disturbances(found["disturbance"]) | _python_steps(found["background"])
+    return (
+        rows
+        | _disturbances(found["disturbance"])
+        | _python_steps(found["background"])
+        | _shapes(found)
+        | _ranks(found["ranks"], found["resharding"])
+    )
+
+
+def _shapes(found: Mapping[str, Sequence[Found]]) -> dict[str, Verdict]:
+    """States of other shapes, to torch.save where it saved the same."""
+    rows: dict[str, Verdict] = {}
+    for name in ("tiny_tensors", "python_leaves"):
+        for session in found[name]:
+            for what in ("stall", "durable", "load"):
+                ours, theirs = (session[f"{who}_{what}_seconds"] for who in ("ours", "theirs"))
+                rows[f"{name}_{what}_to_torch_save"] = verdict(
+                    pairs(ours, theirs),
+                    1.0,
+                    leaves=session["leaves"],
+                    seconds=statistics.median(ours),
+                )
+    rows["frozen_bytes_to_full"] = _row(
+        found["frozen"], lambda s: [n / s["full_bytes"] for n in s["changed_bytes"]], FROZEN_BAR
+    )
+    for session in found["stand_ins"]:
+        for what in ("stall", "durable", "listing", "restore"):
+            rows[f"stand_ins_{what}_seconds"] = verdict(
+                session[f"{what}_seconds"], None, tensors=session["tensors"]
+            )
+    return rows
+
+
+def _ranks(saves: Sequence[Found], loads: Sequence[Found]) -> dict[str, Verdict]:
+    """Several ranks, the slowest of them: to a copy of the state, and to DCP."""
+    rows: dict[str, Verdict] = {}
+    for world, found in (saves[0] if saves else {}).items():
+        at = f"ranks_{world}"
+        stall, durable = found["stall_seconds"], found["durable_seconds"]
+        rows[f"{at}_stall_to_copy"] = verdict(pairs(stall, found["copy_seconds"]), None)
+        rows[f"{at}_durable_to_dcp"] = verdict(pairs(durable, found["dcp_seconds"]), 1.0)
+        rows[f"{at}_bytes_to_state"] = verdict(found["bytes_to_state"], DEDUPLICATED_BAR)
+    for world, found in (loads[0] if loads else {}).items():
+        rows[f"resharding_4_to_{world}_to_dcp"] = verdict(
+            pairs(found["ours_seconds"], found["dcp_seconds"]), 1.0
+        )
+    return rows
 
 
 def _disturbances(sessions: Sequence[Found]) -> dict[str, Verdict]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from hpstore.benchmarks.checkpoint import checkpoint_shapes as shapes
 from hpstore.benchmarks.checkpoint import checkpoint_special as special
 from hpstore.benchmarks.checkpoint.checkpoint_background import background_session
 from hpstore.benchmarks.checkpoint.checkpoint_bars import (
@@ -39,6 +40,7 @@ from hpstore.benchmarks.checkpoint.checkpoint_compression import (
     compression_session,
 )
 from hpstore.benchmarks.checkpoint.checkpoint_contenders import kind_of, not_installed, peers_named
+from hpstore.benchmarks.checkpoint.checkpoint_ranks import ranks_session, resharding_session
 from hpstore.benchmarks.checkpoint.checkpoint_sessions import (
     CheckpointSpec,
     load_session,
@@ -67,6 +69,12 @@ SPECIAL: dict[str, Session] = {
     "disturbance": special.disturbance_session,
     "overlap": special.overlap_session,
     "background": background_session,
+    "tiny_tensors": shapes.tiny_tensors_session,
+    "python_leaves": shapes.python_leaves_session,
+    "frozen": shapes.frozen_session,
+    "stand_ins": shapes.stand_ins_session,
+    "ranks": ranks_session,
+    "resharding": resharding_session,
 }
 
 

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from hpstore.benchmarks.harness.bench_report import describe, machine
+from hpstore.benchmarks.harness.rank_processes import launch
 from hpstore.benchmarks.pipeline.pipeline_bars import Row, bars, cost_rows, idle_rows, told
 from hpstore.benchmarks.pipeline.pipeline_rank import (
     Case,
     cost_rank,
     idle_rank,
-    launch,
     make_pool,
     picture_rank,
 )

@@ -1,5 +1,4 @@
-"""One rank of the pipelines that hpstore/benchmarks/pipeline/pipeline_bench.py measures, and how
-several are started.
+"""One rank of the pipelines that hpstore/benchmarks/pipeline/pipeline_bench.py measures.
 
 Ranks are processes of this machine (gloo, one thread each). A stage is a chain of matrix products
 whose length is chosen so that its forward takes `forward_seconds`; for the picture it sleeps.
@@ -7,12 +6,10 @@ whose length is chosen so that its forward takes `forward_seconds`; for the pict
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,6 @@ from hpstore.trainers.pipelining import PipelineHooks, make_schedule
 
 WIDTH = 512
 SAMPLES, DATA_SET = 8192, "rows"  # 16 MiB
-PATIENCE_SECONDS = 1200.0  # for all ranks together
 SNAPSHOTS = ("free", "bubbles", "inline")
 WAYS = ("none", *SNAPSHOTS, "torch.save")
 """Of saving: not at all, with hpstore and each of its snapshots, as many trainers do it."""
@@ -284,41 +280,3 @@ def picture_rank(directory: Path, cases: Sequence[Case]) -> list[Row]:
             )
             rank.close()
     return found
-
-
-# --- processes ----------------------------------------------------------------------------------
-
-
-def launch(world: int, directory: Path, job: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `job(directory, *args)` returns in each of so many processes, by rank. RuntimeError when
-    one of them fails or hangs."""
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=_enter, args=(rank, world, directory, job, args))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    until = time.monotonic() + PATIENCE_SECONDS
-    try:
-        for process in processes:
-            process.join(max(0.0, until - time.monotonic()))
-        codes = [process.exitcode for process in processes]
-        if any(code != 0 for code in codes):  # None: it hangs
-            raise RuntimeError(f"the ranks ended with {codes}; what they printed says why")
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((directory / f"found-{rank}.json").read_text()) for rank in range(world)]
-
-
-def _enter(
-    rank: int, world: int, directory: Path, job: Callable[..., Any], args: Sequence[Any]
-) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    store = directory / f"store-{job.__name__}"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    (directory / f"found-{rank}.json").write_text(json.dumps(job(directory, *args)))
-    dist.barrier()
-    dist.destroy_process_group()
