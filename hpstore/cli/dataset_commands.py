@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 datasets = typer.Typer(no_args_is_help=True, help="Ingest, list, show, verify, remove data sets.")
 
 Name = Annotated[str, typer.Argument(help="name of the data set, such as train")]
+Version = Annotated[
+    str | None, typer.Option("--version", help="name of a version (default: the newest)")
+]
 _SHOWN = 20
 
 
@@ -123,6 +128,7 @@ def ls(pool: PoolName, as_json: Json = False) -> None:
                 "layout": d.layout,
                 "compression": d.compression,
                 "fingerprint": d.fingerprint,
+                "version": d.version,
                 "problem": d.problem,
             }
             for d in found
@@ -157,14 +163,17 @@ def ls(pool: PoolName, as_json: Json = False) -> None:
 
 
 @datasets.command()
-def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
+def info(pool: PoolName, name: Name, version: Version = None, as_json: Json = False) -> None:
     """Show what a dataset holds and where it came from.
 
     hpstore dataset info pool.toml train
     """
     from hpstore.loaders import Dataset
 
-    with hpstore.open(pool, read_only=True) as opened, Dataset(opened, name) as found:
+    with (
+        hpstore.open(pool, read_only=True) as opened,
+        Dataset(opened, name, version=version) as found,
+    ):
         keys = [
             found.shard_key(stream, shard)
             for stream in found.streams
@@ -184,6 +193,7 @@ def info(pool: PoolName, name: Name, as_json: Json = False) -> None:
         "losses_tolerated": tolerated,
         "shuffle_seed": manifest.shuffle_seed,
         "fingerprint": manifest.fingerprint,
+        "version": manifest.version_name,
     }
     fields = {
         n: {"dtype": f.dtype, "shape": list(f.shape), "kind": str(f.kind)}
@@ -202,7 +212,7 @@ datasets.command("inspect")(info)
 
 
 @datasets.command()
-def verify(pool: PoolName, name: Name, as_json: Json = False) -> None:
+def verify(pool: PoolName, name: Name, version: Version = None, as_json: Json = False) -> None:
     """Read every byte and compare every checksum.
 
     hpstore dataset verify pool.toml train
@@ -210,7 +220,7 @@ def verify(pool: PoolName, name: Name, as_json: Json = False) -> None:
     from hpstore.loaders import verify_dataset
 
     with hpstore.open(pool, read_only=True) as opened, progress_bar("verify") as bar:
-        report = verify_dataset(opened, name, progress=bar.objects)
+        report = verify_dataset(opened, name, version=version, progress=bar.objects)
     if as_json:
         emit_json(report.as_dict())
     else:
@@ -235,13 +245,55 @@ def _show_verified(report: DatasetReport) -> None:
 
 
 @datasets.command()
-def rm(pool: PoolName, name: Name, yes: Yes = False, as_json: Json = False) -> None:
-    """Delete a dataset, or an unfinished ingest.
+def versions(pool: PoolName, name: Name, as_json: Json = False) -> None:
+    """List the versions of a dataset, the oldest first.
 
-    hpstore dataset rm pool.toml train --yes
+    hpstore dataset versions pool.toml train
     """
-    from hpstore.loaders import delete_dataset
+    from hpstore.loaders import list_versions
 
+    with hpstore.open(pool, read_only=True) as opened:
+        found = list_versions(opened, name)
+    if as_json:
+        emit_json([asdict(one) for one in found])
+        return
+    rows = [
+        (
+            one.name,
+            f"damaged: {one.problem}" if one.problem else "newest" if one.current else "kept",
+            one.rows,
+            time.strftime("%F %T", time.localtime(one.created)) if one.created else "",
+            ", ".join(one.fields),
+        )
+        for one in found
+    ]
+    table("", ("version", "state", "samples", "made", "fields"), rows)
+
+
+@datasets.command()
+def rm(
+    pool: PoolName,
+    name: Name,
+    version: Annotated[
+        str | None, typer.Option("--version", help="only this version, which is not the newest")
+    ] = None,
+    yes: Yes = False,
+    as_json: Json = False,
+) -> None:
+    """Delete a dataset with its versions, one version, or an unfinished ingest.
+
+    hpstore dataset rm pool.toml train --version v1 --yes
+    """
+    from hpstore.loaders import delete_dataset, delete_version
+
+    if version is not None:
+        agree(f"delete version {version} of data set {name} of {pool}", yes=yes)
+        with hpstore.open(pool) as opened:
+            removed = delete_version(opened, name, version)
+        gone = {"deleted": name, "version": version, "objects": removed}
+        told = f"version {version} of data set {name} is deleted, {removed} objects with it"
+        say(gone, told, as_json=as_json)
+        return
     agree(f"delete data set {name} of {pool}", yes=yes)
     with hpstore.open(pool) as opened:
         delete_dataset(opened, name)

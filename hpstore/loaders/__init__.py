@@ -10,15 +10,11 @@ from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.batch_values import Ragged
 from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.dataset_versions import DatasetVersion, delete_version, list_versions
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.dataset.publish_dataset import (
-    DatasetInfo,
-    delete_dataset,
-    list_datasets,
-    publish_parts,
-    remove_orphans,
-    written_parts,
-)
+from hpstore.loaders.dataset.publish_dataset import DatasetInfo, list_datasets, publish_parts
+from hpstore.loaders.dataset.remove_dataset import delete_dataset, remove_orphans
+from hpstore.loaders.dataset.stored_manifests import written_parts
 from hpstore.loaders.dataset.verify_dataset import DatasetReport, verify_dataset
 from hpstore.loaders.ingestion import (
     IngestProgress,
@@ -30,6 +26,7 @@ from hpstore.loaders.ingestion import (
 from hpstore.loaders.loader import DataLoader
 from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.weighted import WeightedOrder
+from hpstore.loaders.writer.dataset_changes import add_field, delete_rows
 from hpstore.loaders.writer.dataset_writer import DatasetWriter
 
 if TYPE_CHECKING:
@@ -43,6 +40,7 @@ __all__ = [
     "DatasetInfo",
     "DatasetReport",
     "DatasetStore",
+    "DatasetVersion",
     "DatasetWriter",
     "Field",
     "GpuTransfer",
@@ -54,9 +52,13 @@ __all__ = [
     "Ragged",
     "WeightedOrder",
     "ZarrDataset",
+    "add_field",
     "delete_dataset",
+    "delete_rows",
+    "delete_version",
     "ingest",
     "list_datasets",
+    "list_versions",
     "open_source",
     "publish_parts",
     "remove_orphans",

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import hpstore
+from hpstore.loaders import delete_rows
 from tests.integration.cli_cases import PoolCommands
 
 
@@ -55,3 +57,24 @@ def test_options_reach_the_data_set(cli: PoolCommands, tmp_path: Path) -> None:
     assert "order global with seed 5" in cli("ingest", "c", "a.npz", "--seed", 5)
     assert "is not one of" in cli("ingest", "d", "a.npz", "--format", "csv", code=2)
     assert "does not exist" in cli("ingest", "d", "none", code=2)
+
+
+def test_versions_are_listed_shown_and_removed(cli: PoolCommands, tmp_path: Path) -> None:
+    """The newest is not removed by its version; the others leave what is shared."""
+    np.save(tmp_path / "a.npy", np.arange(1200).reshape(100, 12))
+    cli("ingest", "train", "a.npy")
+    assert [(v["name"], v["current"]) for v in cli.json("versions", "train")] == [("v1", True)]
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        delete_rows(pool, "train", range(10), version="fewer")
+    listed = cli("versions", "train")
+    assert "v1" in listed
+    assert "fewer" in listed
+    assert cli.json("ls")[0]["version"] == "fewer"
+    assert cli.json("info", "train", "--version", "v1")["samples"] == 100
+    assert cli.json("info", "train")["samples"] == 90
+    assert cli.json("verify", "train", "--version", "v1")["samples"] == 100
+    assert "is the newest" in cli("rm", "train", "--version", "fewer", "--yes", code=2)
+    assert "no version 'v7'" in cli("rm", "train", "--version", "v7", "--yes", code=4)
+    assert cli.json("rm", "train", "--version", "v1", "--yes")["objects"] > 0
+    assert [v["name"] for v in cli.json("versions", "train")] == ["fewer"]
+    assert cli.json("verify", "train")["clean"] is True

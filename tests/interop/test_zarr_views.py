@@ -24,6 +24,7 @@ import hpstore
 from hpstore.errors import ConfigError, IntegrityError, VersionConflict
 from hpstore.interop.zarr import PoolStore
 from hpstore.loaders import Dataset, DatasetStore, DatasetWriter, delete_dataset, verify_dataset
+from hpstore.loaders.dataset.dataset import reopen_dataset
 from hpstore.loaders.zarr_views import dataset_store
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
@@ -224,7 +225,12 @@ def test_close_closes_the_data_sets_and_the_next_use_opens_them(
         opened.append(Dataset(where, name))
         return opened[-1]
 
+    def note_again(where: hpstore.Pool, name: str, *which: Any) -> Dataset:
+        opened.append(reopen_dataset(where, name, *which))
+        return opened[-1]
+
     monkeypatch.setattr(dataset_store, "Dataset", note)
+    monkeypatch.setattr(dataset_store, "reopen_dataset", note_again)
     with PoolStore(pool, "data/train", read_only=True) as store:
         check_equal(store, data)
         assert not all(made._closed for made in opened)

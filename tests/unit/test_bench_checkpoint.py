@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -179,7 +181,7 @@ def test_copy_ends_with_equal_bytes(spec: CheckpointSpec) -> None:
     assert all(torch.equal(place, tensor) for place, tensor in copy._pairs)
 
 
-SMALL = {
+SMALL: dict[ModuleType, dict[str, Any]] = {
     checkpoint_special: {
         "SAMPLES": 1,
         "PACES": {"fast": (1, 1.0), "gentle": (1, 0.25)},

@@ -33,7 +33,14 @@ PROTOCOLS: dict[str, tuple[str, frozenset[str]]] = {
 
 # classes that callers get and do not make: comments of their fields are enough
 RESULTS = {
-    *("DatasetInfo", "DatasetReport", "IngestProgress", "IngestReport", "StepRecord"),
+    *(
+        "DatasetInfo",
+        "DatasetReport",
+        "DatasetVersion",
+        "IngestProgress",
+        "IngestReport",
+        "StepRecord",
+    ),
     *("DeviceStatus", "ObjectInfo", "PoolStatus", "Progress", "RebuildReport", "VersionInfo"),
     "HpstoreError",
 }

@@ -11,16 +11,13 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from hpstore.errors import ConfigError, ObjectNotFound
+from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.assemble_fields import field_bytes
-from hpstore.loaders.dataset.dataset_manifest import (
-    DatasetManifest,
-    check_dataset_name,
-    manifest_key,
-)
+from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
+from hpstore.loaders.dataset.dataset_versions import read_manifest, version_with
 from hpstore.loaders.dataset.fields import FieldKind, Value
-from hpstore.loaders.dataset.publish_dataset import require_pool
 from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.pool.pool import Pool
 
 Sample = dict[str, Value]
@@ -37,11 +34,14 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         Name of the dataset.
     fields
         Names of the fields to read, all unless given. Each sample is a dict of them in that order.
+    version
+        Name of the version, such as "v1" (list_versions). Default: the newest. What is opened stays
+        as it is, whatever the dataset is changed to, until its version is deleted.
 
     Raises
     ------
     ObjectNotFound
-        There is no published dataset of this name.
+        There is no published dataset of this name, or it has no such version.
     ConfigError
         `name` is something else than a dataset, or it has no such field.
     InvalidKey
@@ -52,11 +52,28 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         The manifest cannot be read now.
     """
 
-    def __init__(self, pool: Pool, name: str, *, fields: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        name: str,
+        *,
+        fields: Sequence[str] | None = None,
+        version: str | None = None,
+    ) -> None:
         pool = require_pool(pool, "a Dataset")
-        super().__init__(pool, name, read_manifest(pool, name), fields)
+        self._open(pool, name, read_manifest(pool, name, version), fields)
+
+    def _open(
+        self, pool: Pool, name: str, manifest: DatasetManifest, fields: Sequence[str] | None
+    ) -> None:
+        super().__init__(pool, name, manifest, fields)
         self._wanted = None if fields is None else tuple(fields)
         _renew_at_fork(self)
+
+    @property
+    def version(self) -> str:
+        """Name of the version that was opened."""
+        return self.manifest.version_name
 
     @property
     def fingerprint(self) -> str:
@@ -92,31 +109,24 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_reopen, (self.pool, self.name, self._wanted, self.fingerprint))
+        return (reopen_dataset, (self.pool, self.name, self._wanted, self.fingerprint))
 
     def __repr__(self) -> str:
         return f"<hpstore data set {self.name!r}, {len(self)} samples, fields {list(self.fields)}>"
 
 
-def read_manifest(pool: Pool, name: str) -> DatasetManifest:
-    """The manifest of a published dataset. Raises ObjectNotFound, ConfigError, IntegrityError."""
-    key = manifest_key(check_dataset_name(name))
-    try:
-        data = pool.get(key)
-    except ObjectNotFound as error:
-        raise ObjectNotFound(
-            f"no data set {name!r} in this pool (parts show after publish_parts)", key=key
-        ) from error
-    return DatasetManifest.decode(data, where=f"data set {name!r}")
-
-
-def _reopen(pool: Pool, name: str, fields: tuple[str, ...] | None, fingerprint: str) -> Dataset:
-    made = Dataset(pool, name, fields=fields)
-    if made.fingerprint != fingerprint:
+def reopen_dataset(
+    pool: Pool, name: str, fields: tuple[str, ...] | None, fingerprint: str
+) -> Dataset:
+    """The version with a fingerprint, which need not be the newest any more. ConfigError."""
+    manifest = version_with(pool, name, fingerprint)
+    if manifest is None:
         raise ConfigError(
-            f"data set {name!r} was replaced: its fingerprint is {made.fingerprint} now, "
-            f"{fingerprint} was opened. Open it again."
+            f"data set {name!r} was replaced: no version of it has fingerprint {fingerprint}, that "
+            "was opened. Open it again."
         )
+    made = Dataset.__new__(Dataset)
+    made._open(pool, name, manifest, fields)
     return made
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ from hpstore.loaders.dataset.fields import Field, FieldKind, check_field_name
 from hpstore.loaders.dataset.record_layout import FieldLayout, FixedPlan, Record, group_fields
 from hpstore.units import round_up
 
-FORMAT = 1
+FORMAT = 2
+FIRST_FORMAT = 1  # what data sets without a history are written in: an older hpstore reads them
 KIND = "dataset"
 PART_KIND = "dataset-part"
 PREFIX = "data"
@@ -33,8 +34,11 @@ MOST_RECORD_BYTES = 1 << 40
 ORDER = "order"  # the column of a dataset that was shuffled on write
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _RESERVED = ("journal", "manifest", "parts")
+_VERSION = re.compile(r"parts/version-(\d+)-([^/]+)")
+_VERSION_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NUMBERED = re.compile(r"v\d+")
 _OBJECT = re.compile(
-    rf"{PREFIX}/(.+?)/(?:manifest|journal|parts/\d+-of-\d+"
+    rf"{PREFIX}/(.+?)/(?:manifest|journal|parts/\d+-of-\d+|{_VERSION.pattern}"
     r"|[0-9a-f]{16}/(?:stream-\d+/(?:\d+(?:\.side)?|pages)|column-[^/]+/\d+))"
 )
 
@@ -81,6 +85,16 @@ class DatasetPart:
     cuts: tuple[int, ...]  # rows of each column object
     columns: Mapping[str, tuple[str, ...]]  # XXH3-64 of the column objects by column, hex
     content: str  # digest over all samples, see Content
+    column_nonces: Mapping[str, str] = field(default_factory=dict)  # of columns that came later
+
+    @property
+    def nonces(self) -> set[str]:
+        """Of all objects that belong to it."""
+        return {self.nonce, *self.column_nonces.values()}
+
+    def column_nonce(self, column: str) -> str:
+        """The nonce under which the objects of a column are."""
+        return self.column_nonces.get(column, self.nonce)
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest."""
@@ -91,6 +105,7 @@ class DatasetPart:
             "streams": [stream.to_json() for stream in self.streams],
             "cuts": list(self.cuts),
             "columns": {column: list(hashes) for column, hashes in self.columns.items()},
+            **({"column_nonces": dict(self.column_nonces)} if self.column_nonces else {}),
         }
 
     @classmethod
@@ -103,12 +118,19 @@ class DatasetPart:
             cuts=tuple(whole(n, "cuts") for n in raw["cuts"]),
             columns={str(c): tuple(map(str, hashes)) for c, hashes in raw["columns"].items()},
             content=str(raw["content"]),
+            column_nonces={
+                str(column): _checked_nonce(nonce)
+                for column, nonce in raw.get("column_nonces", {}).items()
+            },
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetManifest:
-    """A published dataset, or one part of it that waits for the others (`part`)."""
+    """A published dataset, or one part of it that waits for the others (`part`).
+
+    `version` counts what was published under the name, `label` is what a version is called.
+    """
 
     fields: Mapping[str, Field]
     layout: str
@@ -119,6 +141,18 @@ class DatasetManifest:
     parts: tuple[DatasetPart, ...]
     content: str
     part: tuple[int, int] | None = None
+    version: int = 1
+    label: str = ""
+
+    @property
+    def version_name(self) -> str:
+        """What it is opened by: its label, or "v" and its number."""
+        return self.label or f"v{self.version}"
+
+    @property
+    def nonces(self) -> set[str]:
+        """Of all objects that belong to it."""
+        return {nonce for part in self.parts for nonce in part.nonces}
 
     @property
     def rows(self) -> int:
@@ -140,10 +174,12 @@ class DatasetManifest:
 
     def encode(self) -> bytes:
         """A sealed record."""
+        history = {"version": self.version, "label": self.label} if self.version > 1 else {}
         return seal(
             {
                 "kind": PART_KIND if self.part else KIND,
-                "format": FORMAT,
+                "format": FORMAT if history else FIRST_FORMAT,
+                **history,
                 **self.schema(),
                 "data": self.data,
                 "compression": self.compression,
@@ -161,7 +197,7 @@ class DatasetManifest:
     def decode(cls, data: bytes, *, where: str) -> DatasetManifest:
         """Inverse of encode. Raises ConfigError for another kind, IntegrityError, FormatTooNew."""
         _require_kind(data, where)
-        body: dict[str, Any] = unseal(data, where=where, users=True)
+        body: dict[str, Any] = unseal(data, where=where, users=True, newest=FORMAT)
         try:
             made = cls(
                 fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},
@@ -173,6 +209,8 @@ class DatasetManifest:
                 parts=tuple(DatasetPart.from_json(part) for part in body["parts"]),
                 content=str(body["content"]),
                 part=_part_of(body["part"]),
+                version=whole(body.get("version", 1), "version", least=1),
+                label=_label_of(body.get("label", "")),
             )
             if made.compression not in ("", *NAMES):
                 raise ValueError(f"compression {made.compression[:40]!r} is not known")
@@ -240,6 +278,18 @@ def _check_stream(stream: StreamShards, record: Record, rows: int, data: int) ->
         most = round_up(least, stream.unit_bytes * data) if plan is not None else payload
         if not least <= payload <= most:  # a full shard ends with a stripe
             raise ValueError(f"a shard of {count} rows has {payload} bytes")
+
+
+def _checked_nonce(raw: object) -> str:
+    if not isinstance(raw, str) or not _NONCE.fullmatch(raw):
+        raise ValueError("the nonce of a column is 16 hex digits")
+    return raw
+
+
+def _label_of(raw: object) -> str:
+    if raw != "" and not (isinstance(raw, str) and _VERSION_NAME.fullmatch(raw)):
+        raise ValueError("a label is not one that a version can have")
+    return str(raw)
 
 
 def _part_of(raw: Any) -> tuple[int, int] | None:  # Any: JSON
@@ -327,6 +377,33 @@ def manifest_key(name: str) -> str:
 def journal_key(name: str) -> str:
     """Key of what an unfinished ingest has stored."""
     return f"{PREFIX}/{name}/journal"
+
+
+def check_label(label: str | None) -> str:
+    """A label for a version; "" for None. Raises ConfigError for what cannot be one."""
+    if label is None:
+        return ""
+    if (
+        not isinstance(label, str)
+        or not _VERSION_NAME.fullmatch(label)
+        or _NUMBERED.fullmatch(label)
+    ):
+        raise ConfigError(
+            f"version {label!r}: up to 64 letters, digits, '.', '_' and '-', the first of them a "
+            "letter or a digit; 'v' with a number is what a version without a name is called"
+        )
+    return label
+
+
+def version_key(name: str, version: int, version_name: str) -> str:
+    """Key of the manifest of a version that is not the newest."""
+    return f"{PREFIX}/{name}/parts/version-{version:06d}-{version_name}"
+
+
+def version_of(name: str, key: str) -> tuple[int, str] | None:
+    """Number and name of the version whose manifest has this key; None for other keys."""
+    found = _VERSION.fullmatch(key.removeprefix(f"{PREFIX}/{name}/"))
+    return None if found is None else (int(found[1]), found[2])
 
 
 def part_key(name: str, part: tuple[int, int]) -> str:

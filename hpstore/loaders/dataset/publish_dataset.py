@@ -1,32 +1,19 @@
-"""Publish parts as one dataset; list, delete, clean up."""
+"""Publish parts as one dataset, and list what is published."""
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from hpstore.errors import (
-    ConfigError,
-    HpstoreError,
-    IntegrityError,
-    ObjectNotFound,
-    VersionConflict,
-)
-from hpstore.format.records import unseal
-from hpstore.format.untrusted_bytes import parsing
+from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import (
     PREFIX,
     ContentDigest,
     DatasetManifest,
     DatasetPart,
-    check_dataset_name,
     column_key,
-    journal_key,
     manifest_key,
-    nonce_of,
     part_key,
     shard_key,
     side_key,
@@ -34,10 +21,16 @@ from hpstore.loaders.dataset.dataset_manifest import (
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.index_tables import SIDE_MAGIC, check_hash, decode_tables, side_dtypes
 from hpstore.loaders.dataset.record_layout import group_fields
+from hpstore.loaders.dataset.remove_dataset import delete_if_there, remove_replaced
+from hpstore.loaders.dataset.stored_manifests import (
+    manifest_at,
+    published_manifest,
+    require_pool,
+    written_parts,
+)
 from hpstore.pool.pool import Pool
 
 _log = logging.getLogger(__name__)
-_PART = re.compile(r"parts/(\d+)-of-(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +46,7 @@ class DatasetInfo:
     compression: str = ""
     parts: int = 0
     created: float = 0.0  # seconds since 1970
+    version: str = ""
     problem: str = ""
 
 
@@ -68,42 +62,8 @@ def dataset_info(pool: Pool, name: str, manifest: DatasetManifest) -> DatasetInf
         compression=manifest.compression,
         parts=len(manifest.parts),
         created=pool.stat(manifest_key(name)).created,
+        version=manifest.version_name,
     )
-
-
-def written_parts(pool: Pool, name: str) -> dict[tuple[int, int], DatasetManifest]:
-    """Find the parts that are complete and wait to be published.
-
-    Parameters
-    ----------
-    pool
-        An open pool.
-    name
-        Name of the dataset.
-
-    Returns
-    -------
-    dict
-        The manifest of each part by (i, n), as DatasetWriter was given it.
-
-    Raises
-    ------
-    ConfigError, InvalidKey
-        `pool` is not an open pool, or no dataset can have this name.
-    TooFewDevices
-        Parts may be there unseen.
-    IntegrityError
-        The manifest of a part is damaged.
-    """
-    require_pool(pool, "written_parts")
-    prefix = f"{PREFIX}/{check_dataset_name(name)}/"
-    found = {}
-    for key in pool.list(prefix + "parts/", certain=True):
-        match = _PART.fullmatch(key.removeprefix(prefix))
-        if match is not None:
-            part = (int(match[1]), int(match[2]))
-            found[part] = DatasetManifest.decode(pool.get(key), where=f"object {key!r}")
-    return found
 
 
 def publish_parts(
@@ -146,8 +106,8 @@ def publish_parts(
     TooFewDevices
         Parts may be there unseen, or the manifest cannot be made durable.
     """
-    old, version = _published(pool, name)
-    stale = {part.nonce for part in old.parts} if old else set()
+    old, version = published_manifest(pool, name)
+    stale = old.nonces if old else set()
     waiting = {
         part: manifest
         for part, manifest in written_parts(pool, name).items()
@@ -159,10 +119,10 @@ def publish_parts(
             f"data set {name!r} exists; it is unchanged. overwrite=True replaces it."
         )
     merged = _merged(pool, name, manifests, metadata)
-    publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
+    merged = publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
     for part in waiting:
         try:
-            _delete(pool, part_key(name, part))
+            delete_if_there(pool, part_key(name, part))
         except (HpstoreError, OSError) as error:  # harmless: its nonce is known as published
             _log.warning("the note of part %s of data set %r stays: %s", part, name, error)
     return dataset_info(pool, name, merged)
@@ -190,56 +150,40 @@ def _merged(
 
 def publish(
     pool: Pool, name: str, key: str, manifest: DatasetManifest, *, version: str | None
-) -> None:
-    """Put a manifest: the dataset, or the part, is there. What it replaced is removed afterwards.
+) -> DatasetManifest:
+    """Put a manifest: the dataset, or the part, is there. What it replaced is removed afterwards,
+    but for what a version names that is kept.
 
-    `version`: of the manifest that it may replace; None: there must be none. Raises
-    VersionConflict.
+    `version`: of the manifest that it may replace; None: there must be none. Returns it with its
+    number. Raises VersionConflict.
     """
-    old, _ = _manifest_at(pool, name, key) if version is not None else (None, None)
-    pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
+    old, _ = manifest_at(pool, name, key) if version is not None else (None, None)
+    if manifest.part is None:
+        manifest = publish_over(pool, key, manifest, old, version)
+    else:
+        pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
     if old is not None:
         try:
-            _remove_replaced(pool, name, {part.nonce for part in old.parts})
+            remove_replaced(pool, name, old.nonces)
         except (HpstoreError, OSError) as error:  # what is published stays so
             _log.warning("what data set %r replaced stays until remove_orphans: %s", name, error)
+    return manifest
 
 
-def _remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
-    """Remove the objects of these writers, but for what the dataset or a written part names.
+def publish_over(
+    pool: Pool,
+    key: str,
+    manifest: DatasetManifest,
+    old: DatasetManifest | None,
+    version: str | None,
+) -> DatasetManifest:
+    """Put the manifest of a dataset over `old`, whose object has this version; nothing is removed.
 
-    A part's note may still be there after its objects were published: the note goes, they stay.
+    Returns it with its number, one more than that of `old`. Raises VersionConflict.
     """
-    published, version = _published(pool, name)
-    if published is None and version is not None:
-        return  # it cannot be read: nobody knows what it names
-    live = {part.nonce for part in published.parts} if published else set()
-    notes = {
-        part_key(name, part): note.parts[0].nonce
-        for part, note in written_parts(pool, name).items()
-    }
-    keys = [key for key, nonce in notes.items() if nonce in nonces | live]
-    gone = nonces - live
-    keys += [key for key in pool.list(f"{PREFIX}/{name}/") if nonce_of(name, key) in gone]
-    for key in keys:
-        _delete(pool, key)
-
-
-def _published(pool: Pool, name: str) -> tuple[DatasetManifest | None, str | None]:
-    pool = require_pool(pool, "delete_dataset, as publish_parts,")
-    return _manifest_at(pool, name, manifest_key(check_dataset_name(name)))
-
-
-def _manifest_at(pool: Pool, name: str, key: str) -> tuple[DatasetManifest | None, str | None]:
-    """The manifest under a key, with its version. A damaged one is taken as empty."""
-    try:
-        version = pool.stat(key).version
-        return DatasetManifest.decode(pool.get(key), where=f"data set {name!r}"), version
-    except ObjectNotFound:
-        return None, None
-    except IntegrityError as error:
-        _log.warning("data set %r: %s; what it named stays until remove_orphans", name, error)
-        return None, version
+    made = replace(manifest, version=old.version + 1 if old is not None else 1)
+    pool.put(key, made.encode(), if_absent=version is None, if_version=version)
+    return made
 
 
 def _complete(
@@ -301,7 +245,7 @@ def joined_content(
                 content.add_side(stream, record, tables)
         for column, field in enumerate(schema.fields):
             for cut, wanted in enumerate(part.columns.get(str(column), ())):
-                key = column_key(name, part.nonce, str(column), cut)
+                key = column_key(name, part.column_nonce(str(column)), str(column), cut)
                 data = pool.get(key)
                 check_hash(key, data, wanted)
                 content.add_column(field, data)
@@ -342,117 +286,3 @@ def list_datasets(pool: Pool) -> list[DatasetInfo]:
         except HpstoreError as error:
             found.append(DatasetInfo(name=name, problem=str(error)))
     return found
-
-
-def delete_dataset(pool: Pool, name: str) -> None:
-    """Delete a dataset, parts that were not published, and what killed writers left.
-
-    Durable on return. The manifest goes first: stopped in between, nothing of it is visible, and
-    calling it again goes on.
-
-    Parameters
-    ----------
-    pool
-        An open pool.
-    name
-        Name of the dataset.
-
-    Raises
-    ------
-    ObjectNotFound
-        There is nothing to delete.
-    ConfigError, InvalidKey
-        `name` is something else than a dataset, or no dataset can have it.
-    TooFewDevices
-        Objects may be there unseen, or a delete cannot be made durable.
-    """
-    key = manifest_key(check_dataset_name(name))
-    _published(pool, name)  # raises for a corpus of tokens
-    prefix = f"{PREFIX}/{name}/"
-    ours = [
-        found
-        for found in pool.list(prefix, certain=True)
-        if nonce_of(name, found)
-        or _PART.fullmatch(found.removeprefix(prefix))
-        or found == journal_key(name)
-    ]
-    try:
-        pool.delete(key)
-    except ObjectNotFound as error:
-        if not ours:
-            raise ObjectNotFound(f"no data set {name!r} in this pool", key=key) from error
-    for found in sorted(ours, key=lambda found: nonce_of(name, found) is not None):
-        _delete(pool, found)
-
-
-def remove_orphans(pool: Pool, name: str) -> int:
-    """Remove objects that no dataset, written part or unfinished ingest names.
-
-    They are left by writers that were killed. Call it only while no process writes this dataset:
-    the objects of an open writer look the same.
-
-    Parameters
-    ----------
-    pool
-        An open pool.
-    name
-        Name of the dataset.
-
-    Returns
-    -------
-    int
-        How many objects were removed.
-
-    Raises
-    ------
-    IntegrityError
-        A manifest cannot be read, so what it names is not known. Nothing was removed.
-    ConfigError, InvalidKey
-        `name` is something else than a dataset, or no dataset can have it.
-    TooFewDevices
-        Objects may be there unseen, or a delete cannot be made durable.
-    """
-    known = {p.nonce for m in written_parts(pool, name).values() for p in m.parts}
-    published, version = _published(pool, name)
-    if published is None and version is not None:
-        raise IntegrityError(
-            f"the manifest of data set {name!r} cannot be read: what belongs to it is not known, "
-            "nothing was removed. delete_dataset removes all of it."
-        )
-    known |= {part.nonce for part in published.parts} if published else set()
-    known |= _journaled(pool, name)
-    removed = 0
-    for key in pool.list(f"{PREFIX}/{name}/", certain=True):
-        nonce = nonce_of(name, key)
-        if nonce is not None and nonce not in known:
-            _delete(pool, key)
-            removed += 1
-    return removed
-
-
-def _journaled(pool: Pool, name: str) -> set[str]:
-    """Nonces of what an unfinished ingest stored and goes on with."""
-    key = journal_key(name)
-    try:
-        body: dict[str, Any] = unseal(pool.get(key), where=key)
-    except ObjectNotFound:
-        return set()
-    with parsing(f"{key}: journal"):
-        return {str(part["nonce"]) for part in body["parts"]} | set(map(str, body["writing"]))
-
-
-def _delete(pool: Pool, key: str) -> None:
-    try:
-        pool.delete(key)
-    except ObjectNotFound:
-        _log.debug("object %r was gone already", key)
-
-
-def require_pool(pool: object, who: str) -> Pool:
-    """The pool, open. ConfigError for what is none, such as the path of one."""
-    if not isinstance(pool, Pool):
-        raise ConfigError(
-            f"{who} takes an open pool, not a {type(pool).__name__}: "
-            'with hpstore.open("pool.toml") as pool: ...'
-        )
-    return pool

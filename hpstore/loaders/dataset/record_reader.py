@@ -95,9 +95,7 @@ class StoredData(Closing):
         self.streams = tuple(s for s in streams if any(n in self.fields for n in s.record.fields))
         self._sides = {s.number: self._side_table(s) for s in self.streams}
         self._cuts = [
-            (part.nonce, number, rows)
-            for part in manifest.parts
-            for number, rows in enumerate(part.cuts)
+            (part, number, rows) for part in manifest.parts for number, rows in enumerate(part.cuts)
         ]
         scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
         columns = column_names(list(manifest.fields), scalars)
@@ -164,9 +162,9 @@ class StoredData(Closing):
         def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
             pieces = []
             for cut, runs in wanted.items():
-                nonce, number, rows = self._cuts[cut]
+                part, number, rows = self._cuts[cut]
                 ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
-                key = column_key(self.name, nonce, column, number)
+                key = column_key(self.name, part.column_nonce(column), column, number)
                 pieces.append(ObjectRanges(key, ranges, rows * made.row_bytes))
             return [
                 [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]

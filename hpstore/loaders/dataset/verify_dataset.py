@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, field
 import numpy as np
 
 from hpstore.errors import HpstoreError
-from hpstore.loaders.dataset.dataset import read_manifest
 from hpstore.loaders.dataset.dataset_manifest import ORDER, ContentDigest, column_key
+from hpstore.loaders.dataset.dataset_versions import read_manifest
 from hpstore.loaders.dataset.index_tables import check_hash
-from hpstore.loaders.dataset.publish_dataset import require_pool
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.record_stream import Stream
 from hpstore.loaders.dataset.shard_layout import index_bytes, zarr_index
+from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.maintenance.rebuild import Progress, ProgressCallback
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB
@@ -70,7 +70,11 @@ class DatasetReport:
 
 
 def verify_dataset(
-    pool: Pool, name: str, *, progress: ProgressCallback | None = None
+    pool: Pool,
+    name: str,
+    *,
+    version: str | None = None,
+    progress: ProgressCallback | None = None,
 ) -> DatasetReport:
     """Read all of a dataset: records, side and column objects, indices, the content digest.
 
@@ -83,6 +87,8 @@ def verify_dataset(
         An open pool.
     name
         Name of the dataset.
+    version
+        Name of the version. Default: the newest.
     progress
         Called by this thread after each shard or column object, with the bytes so far.
 
@@ -94,13 +100,13 @@ def verify_dataset(
     Raises
     ------
     ObjectNotFound
-        There is no published dataset of this name.
+        There is no published dataset of this name, or no such version of it.
     ConfigError, InvalidKey
         `name` is something else than a dataset, or no dataset can have it.
     IntegrityError, FormatTooNew, TooManyErasures
         The manifest is damaged, was written by a newer hpstore, or cannot be read now.
     """
-    manifest = read_manifest(require_pool(pool, "verify_dataset"), name)
+    manifest = read_manifest(require_pool(pool, "verify_dataset"), name, version)
     with StoredData(pool, name, manifest) as data:
         return _Verification(data, progress).run()
 
@@ -113,7 +119,7 @@ class _Verification:
         self._report = DatasetReport(name=data.name, samples=len(data))
         self._content = ContentDigest()
         self._columns = [
-            (column_key(data.name, part.nonce, column, cut), column, wanted)
+            (column_key(data.name, part.column_nonce(column), column, cut), column, wanted)
             for part in data.manifest.parts
             for column, hashes in part.columns.items()
             for cut, wanted in enumerate(hashes)

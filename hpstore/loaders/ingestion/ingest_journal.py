@@ -15,7 +15,7 @@ from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionC
 from hpstore.format.records import seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
 from hpstore.loaders.dataset.dataset_manifest import PREFIX, DatasetPart, journal_key
-from hpstore.loaders.dataset.publish_dataset import require_pool
+from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.write_order import IngestPosition
 from hpstore.pool.pool import Pool
 

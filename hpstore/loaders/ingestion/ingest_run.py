@@ -19,8 +19,8 @@ from hpstore.errors import (
 )
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
 from hpstore.loaders.dataset.fields import Field, check_fields
-from hpstore.loaders.dataset.publish_dataset import require_pool
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
+from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, infer_fields
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport

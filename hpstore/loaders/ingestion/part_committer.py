@@ -14,13 +14,13 @@ from typing import Self
 import numpy as np
 
 from hpstore.errors import ConfigError, ObjectNotFound, TooFewDevices, VersionConflict
-from hpstore.loaders.dataset.dataset import read_manifest
 from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
     check_dataset_name,
     manifest_key,
     nonce_of,
 )
+from hpstore.loaders.dataset.dataset_versions import read_manifest
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import joined_content, publish
@@ -213,7 +213,7 @@ class PartsWriter:
         )
         self._save(self._state())  # or another process has begun anew, and removes these parts
         key = manifest_key(target.name)
-        publish(target.pool, target.name, key, manifest, version=target.replaces)
+        manifest = publish(target.pool, target.name, key, manifest, version=target.replaces)
         self._journal.remove()
         return manifest
 

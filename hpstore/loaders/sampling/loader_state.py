@@ -82,7 +82,8 @@ class LoaderState:
         """
         differences = []
         if list(self.fingerprints) != list(fingerprints):
-            differences.append(_both("data set", list(self.fingerprints), list(fingerprints)))
+            known = _both("data set", list(self.fingerprints), list(fingerprints))
+            differences.append(f"{known} (Dataset(..., version=) opens one as it was before)")
         if self.seed != seed:
             differences.append(_both("seed", self.seed, seed))
         if self.order != order:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -14,10 +15,12 @@ from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
     DatasetPart,
+    check_label,
     check_new_name,
     manifest_key,
     part_key,
 )
+from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manifest
 from hpstore.loaders.dataset.fields import (
     Array,
     Field,
@@ -30,9 +33,10 @@ from hpstore.loaders.dataset.fields import (
     ragged_value,
 )
 from hpstore.loaders.dataset.page_compression import checked_compression
-from hpstore.loaders.dataset.publish_dataset import publish, require_pool
+from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, group_fields
 from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.dataset.stored_manifests import require_pool, require_same_columns
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter
 from hpstore.loaders.writer.shuffle_on_write import copy_in_order, permutation, shuffle_seed
 from hpstore.membership.members import check_unit
@@ -75,7 +79,13 @@ class DatasetWriter(Closing):
     part
         (i, n) with 0 <= i < n, for n writers of one dataset, published by `publish_parts`.
     overwrite
-        Replace what is there, in close().
+        Replace what is there, in close(). Versions that are kept stay.
+    append
+        Add to the dataset that is there, in close(), which makes a new version of it; the one
+        before is kept. Others may append and read meanwhile. Fields must be those of the dataset;
+        its layout, compression, pages and shuffle are taken over, `metadata` replaces its own.
+    version
+        With `append`: what the new version is called. Default: "v" and its number.
     metadata
         JSON, recorded with the dataset.
 
@@ -84,7 +94,10 @@ class DatasetWriter(Closing):
     ConfigError, InvalidKey
         An argument is wrong, or no dataset can have this name. Nothing was written.
     VersionConflict
-        The name is taken, and `overwrite` was not given. What is there is unchanged.
+        The name is taken, and neither `overwrite` nor `append` was given. What is there is
+        unchanged.
+    ObjectNotFound
+        There is nothing to append to.
     """
 
     def __init__(
@@ -101,21 +114,30 @@ class DatasetWriter(Closing):
         seed: int = 0,
         part: tuple[int, int] | None = None,
         overwrite: bool = False,
+        append: bool = False,
+        version: str | None = None,
         metadata: Mapping[str, object] | None = None,
     ) -> None:
         self.pool, self.name = require_pool(pool, "a DatasetWriter"), check_new_name(name)
         self.fields = check_fields(fields)
-        self.layout, records = group_fields(self.fields, layout)
         self.part, self.overwrite = _checked_part(part), overwrite
+        self.label = check_label(version)
         self.metadata = _checked_metadata(metadata)
+        self._seed = shuffle_seed(shuffle, seed)
+        self._base = self._appended_to() if append else None
+        if self._base is not None:
+            layout, compression = self._base.layout, self._base.compression or None
+            self._seed, unit_bytes = self._base.shuffle_seed, None
+        elif self.label:
+            raise ConfigError("version= names what append=True makes; a new data set begins at v1")
+        self.layout, records = group_fields(self.fields, layout)
         self.compression = checked_compression(compression)
         shard_bytes = bytes_argument("shard_bytes", shard_bytes, least=1)
         if unit_bytes is not None:
             unit_bytes = bytes_argument("unit_bytes", unit_bytes, least=1)
             check_unit(pool.config, pool.data + pool.parity, unit_bytes)
-        self._seed = shuffle_seed(shuffle, seed)
         self._key = manifest_key(name) if part is None else part_key(name, part)
-        self._version = self._version_there()
+        self._version = None if append else self._version_there()
         self._options = PartOptions(
             fields=self.fields,
             records=records,
@@ -124,11 +146,21 @@ class DatasetWriter(Closing):
             compression=self.compression,
             alike=part is not None,
         )
-        self._part_writers = [PartWriter(pool, name, self._options)]
+        self._like = self._base.parts[0] if self._base is not None else None
+        self._part_writers = [PartWriter(pool, name, self._options, like=self._like)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
 
     def __len__(self) -> int:
         return self._rows
+
+    def _appended_to(self) -> DatasetManifest:
+        """The newest manifest. Raises ConfigError for fields that are not its own."""
+        if self.part is not None or self.overwrite:
+            raise ConfigError("append=True goes with neither part= nor overwrite=True")
+        base = read_manifest(self.pool, self.name)
+        require_same_fields(self.name, base, self.fields)
+        require_same_columns(self.pool, self.name, base)
+        return base
 
     def write(self, sample: Mapping[str, object]) -> int:
         """Append one sample. Nothing of it is visible before close().
@@ -244,7 +276,10 @@ class DatasetWriter(Closing):
                 made = self._shuffled(made)
             manifest = self._manifest(made, self._seed)
             self._state = "unclear"  # an unacknowledged put may still become visible
-            publish(self.pool, self.name, self._key, manifest, version=self._version)
+            if self._base is not None:
+                self._append_part(manifest)
+            else:
+                publish(self.pool, self.name, self._key, manifest, version=self._version)
         except VersionConflict:
             self._state = "failed"
             self.abandon()
@@ -256,11 +291,27 @@ class DatasetWriter(Closing):
         if self._seed is not None:
             self._part_writers[0].remove()
 
+    def _append_part(self, manifest: DatasetManifest) -> None:
+        """Publish the newest manifest with what was written behind it."""
+
+        def behind(newest: DatasetManifest) -> DatasetManifest:
+            require_same_fields(self.name, newest, self.fields)
+            parts = (*newest.parts, *manifest.parts)
+            content = joined_content(self.pool, self.name, newest, parts)
+            metadata = self.metadata or newest.metadata
+            return replace(newest, parts=parts, content=content, metadata=metadata)
+
+        if self._rows:
+            change_dataset(self.pool, self.name, behind, label=self.label or None)
+        else:
+            self._part_writers[0].remove()
+
     def _shuffled(self, made: DatasetPart) -> DatasetPart:
         """The same samples in another order: all are written again, the first ones go later."""
-        writer = PartWriter(self.pool, self.name, self._options, ordered=True)
+        writer = PartWriter(self.pool, self.name, self._options, ordered=True, like=self._like)
         self._part_writers.append(writer)
-        order = permutation(made.rows, self._seed or 0, self.part[0] if self.part else 0)
+        number = len(self._base.parts) if self._base else self.part[0] if self.part else 0
+        order = permutation(made.rows, self._seed or 0, number)
         with StoredData(self.pool, self.name, self._manifest(made, None)) as data:
             copy_in_order(data, order, writer)
         return writer.finish()
@@ -309,6 +360,15 @@ class DatasetWriter(Closing):
     def __reduce__(self) -> Any:  # Any: the form that pickling asks for
         raise ConfigError(
             "a DatasetWriter does not move to another process: open one in each with part=(i, n)"
+        )
+
+
+def require_same_fields(name: str, manifest: DatasetManifest, fields: Mapping[str, Field]) -> None:
+    """Raise ConfigError unless a dataset has these fields, in this order."""
+    if list(manifest.fields.items()) != list(fields.items()):
+        raise ConfigError(
+            f"data set {name!r} has fields {dict(manifest.fields)}, not {dict(fields)}: nothing "
+            "was appended"
         )
 
 

@@ -156,12 +156,17 @@ class PartWriter:
     def remove(self) -> None:
         """Remove what was stored, as far as that goes now."""
         self._uploads.close()  # its error is why we are here, or nobody asked
-        prefix = object_prefix(self.name, self.nonce)
-        try:
-            for key in self.pool.list(prefix + "/"):
-                self.pool.delete(key)
-        except (HpstoreError, OSError) as error:
-            _log.warning("objects under %r stay until remove_orphans: %s", prefix, error)
+        remove_written(self.pool, self.name, self.nonce)
+
+
+def remove_written(pool: Pool, name: str, nonce: str) -> None:
+    """Remove the objects of one writer that nothing names, as far as that goes now."""
+    prefix = object_prefix(name, nonce)
+    try:
+        for key in pool.list(prefix + "/"):
+            pool.delete(key)
+    except (HpstoreError, OSError) as error:
+        _log.warning("objects under %r stay until remove_orphans: %s", prefix, error)
 
 
 def new_nonce() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from hpstore.units import MIB
 
 CHUNK_BYTES = 32 * MIB  # of records in memory at a time
 CHUNK_ROWS = 1 << 14
+More = Callable[[Int64s], tuple[dict[str, Array], dict[str, list[Bytes]]]]
 
 
 def shuffle_seed(shuffle: object, seed: int) -> int | None:
@@ -35,8 +36,20 @@ def permutation(rows: int, seed: int, part: int) -> Int64s:
     return found
 
 
-def copy_in_order(data: StoredData, order: Int64s, writer: PartWriter) -> None:
-    """Append the samples of `data` in another order. Each is read once and verified."""
+def copy_in_order(
+    data: StoredData,
+    order: Int64s,
+    writer: PartWriter,
+    *,
+    numbers: Int64s | None = None,
+    more: More | None = None,
+) -> None:
+    """Append the samples of `data` in another order. Each is read once and verified.
+
+    `numbers`: what an ordered writer records for them; their indices unless given. `more` gives the
+    values of further fields for some of the samples, in their order.
+    """
+    done = 0
     for rows in _chunks(data, order):
         batch: dict[str, Array] = {}
         ragged: dict[str, list[Bytes]] = {}
@@ -52,7 +65,12 @@ def copy_in_order(data: StoredData, order: Int64s, writer: PartWriter) -> None:
                 else:
                     raw = np.stack(values).view(field.storage)
                     batch[name] = raw.reshape(len(rows), *field.inner_shape)
-        writer.append(batch, ragged, len(rows), rows)
+        if more is not None:
+            fixed, others = more(rows)
+            batch, ragged = batch | fixed, ragged | others
+        recorded = rows if numbers is None else numbers[done : done + len(rows)]
+        writer.append(batch, ragged, len(rows), recorded)
+        done += len(rows)
 
 
 def _chunks(data: StoredData, order: Int64s) -> Iterator[Int64s]:

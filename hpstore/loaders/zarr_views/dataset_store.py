@@ -23,7 +23,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.interop.parallel_calls import Span
 from hpstore.interop.zarr.base_store import BlockingStore, byte_span
-from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.dataset import Dataset, reopen_dataset
 from hpstore.loaders.dataset.dataset_manifest import PREFIX
 from hpstore.loaders.dataset.fields import Field, FieldKind
 from hpstore.loaders.dataset.record_layout import Int64s
@@ -206,12 +206,10 @@ class DatasetStore(BlockingStore):
         found = self._opened.get("it")
         if found is not None:
             return found
-        dataset = Dataset(self._pool(), self.name)
-        if self._fingerprint not in (None, dataset.fingerprint):
-            raise ConfigError(
-                f"data set {self.name!r} was replaced: its fingerprint is {dataset.fingerprint} "
-                f"now, {self._fingerprint} was opened. Open it again."
-            )
+        if self._fingerprint is None:
+            dataset = Dataset(self._pool(), self.name)
+        else:
+            dataset = reopen_dataset(self._pool(), self.name, None, self._fingerprint)
         arrays = {
             name: ArrayView(name=name, field=made, rows=len(dataset))
             for name, made in dataset.fields.items()

@@ -1,0 +1,379 @@
+"""Change a dataset: rows that go, a field that comes. Each makes a new version of it.
+
+Parts in which nothing changes are shared with the version before. A part with rows that go is
+rewritten without them; a field of single values is a column beside what is there, any other one
+lies within the records, which are rewritten.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+import numpy as np
+
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError, VersionConflict
+from hpstore.loaders.dataset.dataset_manifest import ContentDigest, DatasetManifest, DatasetPart
+from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manifest
+from hpstore.loaders.dataset.fields import (
+    Array,
+    Field,
+    FieldKind,
+    check_fields,
+    fixed_rows,
+    ragged_rows,
+)
+from hpstore.loaders.dataset.publish_dataset import DatasetInfo, dataset_info, joined_content
+from hpstore.loaders.dataset.record_layout import SHARD_BYTES, Int64s, group_fields
+from hpstore.loaders.dataset.record_reader import StoredData
+from hpstore.loaders.dataset.stored_manifests import require_pool, require_same_columns
+from hpstore.loaders.writer.part_writer import PartOptions, PartWriter, new_nonce, remove_written
+from hpstore.loaders.writer.shuffle_on_write import copy_in_order
+from hpstore.loaders.writer.stream_writer import FieldColumnWriter
+from hpstore.loaders.writer.upload_queue import Uploads
+from hpstore.pool.pool import Pool
+
+_log = logging.getLogger(__name__)
+BLOCK_ROWS = 1 << 16  # that a predicate, or a function that gives values, is asked for at a time
+Predicate = Callable[[Mapping[str, Array]], object]
+Values = Callable[[range], object]
+
+
+def delete_rows(
+    pool: Pool, name: str, rows: Sequence[int] | Predicate, *, version: str | None = None
+) -> DatasetInfo:
+    """Make a version without some samples; the others keep their order. Durable on return.
+
+    The version before stays (delete_version deletes it); until then nothing is given free, and
+    parts that lose samples are stored twice.
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+    rows
+        Indices of the samples that go, or a function of the fields of single values: it gets a dict
+        of arrays (n, *shape), 65,536 samples at a time, in order, and returns n times True for
+        those that go.
+    version
+        What the new version is called. Default: "v" and its number.
+
+    Returns
+    -------
+    DatasetInfo
+        Facts about the new version, or about the newest one where no sample was to go.
+
+    Raises
+    ------
+    ConfigError
+        An index is not there, the function returned something else, or no sample would be left.
+        Nothing was changed.
+    VersionConflict
+        Another process changed these samples meanwhile, or `version` is taken. Nothing was changed.
+    ObjectNotFound, IntegrityError, TooFewDevices
+        As DatasetWriter raises them.
+    """
+    base = read_manifest(require_pool(pool, "delete_rows"), name)
+    with StoredData(pool, name, base) as data:
+        stays = _staying(data, rows)
+        if stays.all():
+            return dataset_info(pool, name, base)
+        if not stays.any():
+            raise ConfigError(
+                f"no sample of data set {name!r} would be left: nothing was changed; "
+                "delete_dataset deletes it"
+            )
+        with _Writers(pool, name, base) as writers:
+            parts = _without(data, stays, writers)
+            return writers.publish(base.fields, parts, version, whole=False)
+
+
+def _staying(data: StoredData, rows: Sequence[int] | Predicate) -> Array:
+    """True for each sample that stays. Raises ConfigError."""
+    stays: Array = np.ones(len(data), np.bool_)
+    if not callable(rows):
+        given = np.asarray(rows if len(rows) else np.empty(0, np.int64))
+        if given.dtype.kind not in "iu" or given.ndim != 1:
+            raise ConfigError("rows: whole numbers, or a function; nothing was changed")
+        bad = given[(given < -len(data)) | (given >= len(data))]
+        if len(bad):
+            raise ConfigError(
+                f"data set {data.name!r} has no sample {bad[0]}, it has {len(data)}; nothing was "
+                "changed"
+            )
+        stays[given] = False
+        return stays
+    scalars = [n for n, made in data.fields.items() if made.kind is FieldKind.SCALAR]
+    for block in _blocks(len(data)):
+        found = {n: data.scalars(n, np.arange(block.start, block.stop)) for n in scalars}
+        goes = np.asarray(rows(found))
+        if goes.shape != (len(block),) or goes.dtype != np.bool_:
+            raise ConfigError(
+                f"the function gave an array {goes.shape} of {goes.dtype} for {len(block)} "
+                "samples: it returns one True or False for each. Nothing was changed"
+            )
+        stays[block.start : block.stop] = ~goes
+    return stays
+
+
+def _blocks(rows: int) -> Iterator[range]:
+    for at in range(0, rows, BLOCK_ROWS):
+        yield range(at, min(at + BLOCK_ROWS, rows))
+
+
+def _without(data: StoredData, stays: Array, writers: _Writers) -> tuple[DatasetPart, ...]:
+    """The parts, those that lose samples rewritten."""
+    parts, first = [], 0
+    options = _options(data.manifest, data.manifest.fields)
+    for part in data.manifest.parts:
+        kept = first + np.flatnonzero(stays[first : first + part.rows])
+        first += part.rows
+        if len(kept) == part.rows:
+            parts.append(part)
+        elif len(kept):
+            ordered = data.manifest.shuffle_seed is not None
+            writer = writers.begin(options, ordered=ordered, like=part)
+            copy_in_order(data, kept, writer, numbers=data.written_as(kept))
+            parts.append(writer.finish())
+    return tuple(parts)
+
+
+def add_field(
+    pool: Pool,
+    name: str,
+    field: str,
+    made: Field,
+    values: Sequence[object] | Array | Values,
+    *,
+    version: str | None = None,
+) -> DatasetInfo:
+    """Make a version with one more field, the last. Durable on return.
+
+    A field of single values is written beside what is there. Any other one lies within the records:
+    all of the dataset is rewritten. The version before stays (delete_version deletes it).
+
+    Parameters
+    ----------
+    pool
+        An open pool.
+    name
+        Name of the dataset.
+    field
+        Name of the field.
+    made
+        What it is.
+    values
+        A value for each sample, in their order, as DatasetWriter.write_batch takes them; or a
+        function that gets a range of at most 65,536 samples and returns their values.
+    version
+        What the new version is called. Default: "v" and its number.
+
+    Returns
+    -------
+    DatasetInfo
+        Facts about the new version.
+
+    Raises
+    ------
+    ConfigError
+        There is such a field already, or values do not fit. Nothing was changed.
+    VersionConflict
+        Another process changed the dataset meanwhile, or `version` is taken. Nothing was changed.
+    ObjectNotFound, IntegrityError, TooFewDevices
+        As DatasetWriter raises them.
+    """
+    base = read_manifest(require_pool(pool, "add_field"), name)
+    if field in base.fields:
+        raise ConfigError(f"data set {name!r} has a field {field!r}; nothing was changed")
+    fields = check_fields({**base.fields, field: made})
+    if not callable(values) and len(values) != base.rows:
+        raise ConfigError(
+            f"{len(values)} values of field {field!r} for {base.rows} samples; nothing was changed"
+        )
+    give: Values = values if callable(values) else partial(_slice, values)
+    with _Writers(pool, name, base) as writers:
+        if made.kind is FieldKind.SCALAR:
+            parts = _beside(writers, base, fields, field, give)
+        else:
+            with StoredData(pool, name, base) as data:
+                parts = _rewritten(data, fields, field, give, writers)
+        return writers.publish(fields, parts, version, whole=True)
+
+
+def _slice(values: Sequence[object] | Array, rows: range) -> object:
+    found = values[rows.start : rows.stop]
+    return found if hasattr(found, "shape") else list(found)
+
+
+def _beside(
+    writers: _Writers, base: DatasetManifest, fields: Mapping[str, Field], field: str, give: Values
+) -> tuple[DatasetPart, ...]:
+    """The parts, each with a column more, whose objects are under a nonce of their own."""
+    column, parts, first = str(len(base.fields)), [], 0
+    for part in base.parts:
+        writer = writers.begin_column(field, fields[field], column)
+        for block in _blocks(part.rows):
+            rows = range(first + block.start, first + block.stop)
+            writer.add(_fixed(field, fields[field], give(rows), rows))
+        first += part.rows
+        hashes, nonce = writers.finish_column()
+        parts.append(
+            replace(
+                part,
+                columns={**part.columns, column: hashes},
+                column_nonces={**part.column_nonces, column: nonce},
+            )
+        )
+    return tuple(parts)
+
+
+def _fixed(field: str, made: Field, values: object, rows: range) -> Array:
+    where = f"samples {rows.start} to {rows.stop}"
+    found = fixed_rows(field, made, values, where)
+    if len(found) != len(rows):
+        raise ConfigError(f"{where}: {len(found)} values of field {field!r}; nothing was changed")
+    return found
+
+
+def _rewritten(
+    data: StoredData, fields: Mapping[str, Field], field: str, give: Values, writers: _Writers
+) -> tuple[DatasetPart, ...]:
+    """All parts as they were, with a field more in their records."""
+    made, parts, first = fields[field], [], 0
+    options = _options(data.manifest, fields)
+
+    def more(rows: Int64s) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+        wanted = range(int(rows[0]), int(rows[-1]) + 1)
+        if made.kind is not FieldKind.RAGGED:
+            return {field: _fixed(field, made, give(wanted), wanted)}, {}
+        where = f"samples {wanted.start} to {wanted.stop}"
+        found = ragged_rows(field, made, give(wanted), where)
+        if len(found) != len(wanted):
+            raise ConfigError(f"{where}: {len(found)} values of field {field!r}; nothing changed")
+        return {}, {field: found}
+
+    for part in data.manifest.parts:
+        ordered = data.manifest.shuffle_seed is not None
+        writer = writers.begin(options, ordered=ordered, like=None)
+        order = np.arange(first, first + part.rows)
+        copy_in_order(data, order, writer, numbers=data.written_as(order), more=more)
+        first += part.rows
+        parts.append(writer.finish())
+    return tuple(parts)
+
+
+def _options(manifest: DatasetManifest, fields: Mapping[str, Field]) -> PartOptions:
+    _, records = group_fields(fields, manifest.layout)
+    return PartOptions(
+        fields=fields,
+        records=records,
+        shard_bytes=SHARD_BYTES,
+        unit_bytes=None,
+        alike=True,
+        compression=manifest.compression,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """A column that comes later than its part."""
+
+    writer: FieldColumnWriter
+    uploads: Uploads
+    nonce: str
+
+
+class _Writers:
+    """What one change writes; removed again unless it was published."""
+
+    def __init__(self, pool: Pool, name: str, base: DatasetManifest) -> None:
+        self._pool, self._name, self._base = pool, name, base
+        self._parts: list[PartWriter] = []
+        self._columns: list[_Column] = []
+        self._unclear = False
+
+    def begin(self, options: PartOptions, *, ordered: bool, like: DatasetPart | None) -> PartWriter:
+        """A part. Raises ConfigError when it would lie otherwise than the others."""
+        require_same_columns(self._pool, self._name, self._base)
+        writer = PartWriter(self._pool, self._name, options, ordered=ordered, like=like)
+        self._parts.append(writer)
+        return writer
+
+    def begin_column(self, field: str, made: Field, column: str) -> FieldColumnWriter:
+        """The column of a field in one part, under a nonce of its own."""
+        uploads, nonce = Uploads(), new_nonce()
+        writer = FieldColumnWriter(
+            self._pool,
+            (self._name, nonce, column),
+            field,
+            made,
+            uploads=uploads,
+            content=ContentDigest(),
+        )
+        self._columns.append(_Column(writer, uploads, nonce))
+        return writer
+
+    def finish_column(self) -> tuple[tuple[str, ...], str]:
+        """Store the rest of the column that was begun last: its hashes, and its nonce. Durable."""
+        column = self._columns[-1]
+        column.writer.finish()
+        column.uploads.settle()
+        column.uploads.close()
+        return tuple(column.writer.hashes), column.nonce
+
+    def publish(
+        self,
+        fields: Mapping[str, Field],
+        parts: tuple[DatasetPart, ...],
+        version: str | None,
+        *,
+        whole: bool,
+    ) -> DatasetInfo:
+        """The new version: these parts, and what was appended behind those before meanwhile.
+
+        `whole`: nothing may have been appended. Raises VersionConflict.
+        """
+        base, count = self._base, len(self._base.parts)
+
+        def changed(newest: DatasetManifest) -> DatasetManifest:
+            same = newest.parts[:count] == base.parts and newest.fields == base.fields
+            if not same or (whole and len(newest.parts) > count):
+                raise VersionConflict(
+                    f"data set {self._name!r} was changed by another process meanwhile: nothing "
+                    "was changed. Try again."
+                )
+            made = replace(newest, fields=fields, parts=(*parts, *newest.parts[count:]))
+            return replace(made, content=joined_content(self._pool, self._name, made, made.parts))
+
+        self._unclear = True  # an unacknowledged put may still become visible
+        try:
+            made = change_dataset(self._pool, self._name, changed, label=version)
+        except (ConfigError, VersionConflict):
+            self._unclear = False
+            raise
+        return dataset_info(self._pool, self._name, made)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for column in self._columns:
+            column.uploads.close()
+        if kind is None:
+            return
+        if self._unclear:
+            _log.warning(
+                "data set %r: it is not clear whether it was changed; what was written stays",
+                self._name,
+            )
+            return
+        for part in self._parts:
+            part.remove()
+        for column in self._columns:
+            remove_written(self._pool, self._name, column.nonce)
