@@ -13,8 +13,9 @@ from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.format.items import Item, ItemColumns, whole
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.save.job_options import Earlier, JobOptions
 from hpstore.checkpoint.save.rank_vote import RankVote
-from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.state.state_tree import tensor_names
 from hpstore.errors import CheckpointError
 

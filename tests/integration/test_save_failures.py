@@ -15,13 +15,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.save import save_failures
-from hpstore.errors import (
-    CheckpointError,
-    ConfigError,
-    HpstoreError,
-    TooFewDevices,
-    VersionConflict,
-)
+from hpstore.errors import CheckpointError, HpstoreError, TooFewDevices, VersionConflict
 from hpstore.pool.pool import Pool
 from tests.fault.common import poll
 from tests.integration.ranks import breaking_put, launch, make_pool, open_pool, put_segments
@@ -339,8 +333,6 @@ def test_a_retry_whose_references_are_gone_commits_nothing(
 def fail_on_one(rank: int, world: int, directory: Path) -> None:
     put_segments()
     with open_pool(directory) as pool:
-        with pytest.raises(ConfigError, match='on_failure="retry" with 2 ranks'):
-            Checkpointer(pool, "run", save=SaveOptions(on_failure="retry"))
         with pytest.raises(CheckpointError, match="the ranks have different on_failure"):
             Checkpointer(pool, "run", save=SaveOptions(on_failure="warn" if rank else "raise"))
         with Checkpointer(pool, "run", save=WARN) as ckpt:
@@ -376,8 +368,8 @@ def fail_on_one(rank: int, world: int, directory: Path) -> None:
 
 
 def test_ranks_bear_a_failure_together(tmp_path: Path) -> None:
-    """One rank's put fails, or rank 0's: all go on and save the next step together. "retry" is
-    refused there, and so are ranks that differ."""
+    """One rank's put fails, or rank 0's: all go on and save the next step together. Ranks that
+    differ are refused."""
     make_pool(tmp_path)
     launch(tmp_path, 2, fail_on_one)
 

@@ -7,12 +7,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from hpstore.checkpoint.ranks.collectives import Ranks, require_alike
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks, require_alike
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.errors import (
     BudgetExceeded,
+    CheckpointError,
     CheckpointMismatch,
     ConfigError,
     DeviceError,
@@ -38,6 +40,9 @@ class SaveFailures:
     """Of one checkpointer. The constructor is a call of all ranks; again() and ended() are called
     by the thread of a save, hurry() and borne by the trainer's.
 
+    Several ranks decide together: after a save has failed each calls again() or give_up(), in
+    which they exchange a message, and all do the same.
+
     `last` is what went wrong in the last save; None once a save has committed.
     """
 
@@ -50,40 +55,35 @@ class SaveFailures:
     ) -> None:
         require_alike(ranks, "on_failure", options.on_failure, "some would stop without the others")
         self._ranks, self._counters, self._clock = ranks, counters, clock
-        self._require_possible(options)
         self._hurry = threading.Event()  # a newer save waits
         self._newer_waits = False  # when the attempt that is under way was begun
+        self._heard = _Heard()  # of the failure before
         self._since: float | None = None  # of the first failure after which no save committed
         self.last: BaseException | None = None
         self.borne: BaseException | None = None  # the last one, unless wait() is to raise it
 
-    def _require_possible(self, options: SaveOptions) -> None:
-        if options.on_failure == "retry" and self._ranks.world > 1:
-            raise ConfigError(
-                f'on_failure="retry" with {self._ranks.world} ranks: a rank that tries again alone '
-                'would keep the others waiting. Use "warn", which goes on to the next save, or '
-                '"raise". Nothing was changed'
-            )
-
-    def begun(self, options: SaveOptions) -> None:
-        """A save begins; nothing of one before is under way. Raises ConfigError for options that
-        were replaced since and are not possible."""
-        self._require_possible(options)
+    def begun(self) -> None:
+        """A save begins; nothing of one before is under way."""
         self._hurry.clear()
-        self._newer_waits, self.borne = False, None
+        self._newer_waits, self.borne, self._heard = False, None, _Heard()
 
     def hurry(self) -> None:
         """A newer save waits: the one under way ends with its next attempt."""
         self._hurry.set()
 
     def again(self, options: SaveOptions, job: SaveJob, error: Exception, attempts: int) -> bool:
-        """Whether to try a save again, after `attempts`; waits before it returns True."""
-        if not self._may_try(options, job, error, attempts):
+        """Whether to try a save again, after `attempts`; waits before it returns True. Collective:
+        the same on all ranks."""
+        if not self._agree(options, error, self._may_try(options, job, error, attempts)):
             return False
-        left = self._left_seconds(options)
-        wait = min(left, LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2 ** (attempts - 1))
+        left = max(0.0, self._left_seconds(options))
+        longest = LONGEST_WAIT_SECONDS
+        if self._ranks.world > 1:  # one that hurries waits for the others in a message
+            longest = min(longest, options.commit_seconds / 4)
+        wait = min(left, longest, FIRST_WAIT_SECONDS * 2 ** (attempts - 1))
         self._counters["saves_retried_total"] += 1
-        _log.warning(
+        _log.log(
+            logging.WARNING if self._ranks.leads else logging.DEBUG,
             "a save failed and is tried again in %.1f s, from the bytes that are staged (attempt "
             "%d of %d, for %.0f s more): %s",
             wait,
@@ -95,16 +95,39 @@ class SaveFailures:
         self._newer_waits = self._hurry.wait(wait)
         return True
 
+    def give_up(self, options: SaveOptions, error: BaseException) -> None:
+        """A save has failed which this rank cannot try again, as it was not all staged. Collective:
+        its peers are in again(), or here."""
+        if self._ranks.world > 1:
+            self._agree(options, error, may_try=False)
+
     def _may_try(self, options: SaveOptions, job: SaveJob, error: Exception, attempts: int) -> bool:
-        if options.on_failure != "retry" or not isinstance(error, _PASSING):
+        """What this rank is for."""
+        cause = job.cause_of(error)
+        if options.on_failure != "retry" or not isinstance(cause, (*_PASSING, type(None))):
             return False
         if self._since is None:
             self._since = self._clock()
-        if not job.repeatable:
-            _log.warning("the save that failed cannot be tried again: %s", job.why_not_repeatable)
+        if why_not := job.why_not_repeatable:
+            _log.warning("the save that failed cannot be tried again: %s", why_not)
             return False
-        late = attempts >= MAX_ATTEMPTS or self._left_seconds(options) <= 0
-        return not late and not self._newer_waits
+        return attempts < MAX_ATTEMPTS and self._left_seconds(options) > 0
+
+    def _agree(self, options: SaveOptions, error: BaseException, may_try: bool) -> bool:
+        """Whether all ranks try again. What each says of its failure is kept for ended()."""
+        in_time = self._left_seconds(options) > 0
+        mine = (may_try, self._newer_waits, in_time, _is_bearable(error))
+        self._heard = _Heard()
+        if self._ranks.lost:
+            return False
+        try:
+            votes = self._ranks.numbers(tuple(map(int, mine)), RankChannel.SAVER)
+        except CheckpointError as lost:  # the save's own error says more
+            _log.info("the ranks did not agree on what follows: %s", lost)
+            return False
+        tries, newer, times, bearable = zip(*votes, strict=True)
+        self._heard = _Heard(superseded=any(newer) and all(times), bearable=all(bearable))
+        return all(tries) and not any(newer)
 
     def _left_seconds(self, options: SaveOptions) -> float:
         began = self._clock() if self._since is None else self._since
@@ -129,12 +152,25 @@ class SaveFailures:
         )
 
     def _bears(self, options: SaveOptions, error: BaseException) -> bool:
-        """The same on all ranks, which raise the same class: one that goes on alone would hang."""
-        if not isinstance(error, HpstoreError | OSError) or isinstance(error, _NEVER_BORNE):
+        """The same on all ranks: one that goes on alone would hang."""
+        if self._ranks.lost or not _is_bearable(error):
             return False
-        if self._ranks.lost:
+        if self._ranks.world > 1 and not self._heard.bearable:
             return False
         if options.on_failure == "warn":
             return True
-        superseded = self._newer_waits and self._left_seconds(options) > 0
-        return options.on_failure == "retry" and superseded
+        return options.on_failure == "retry" and self._heard.superseded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heard:
+    """What all ranks said of a failure. `superseded`: a newer save waits, and it is not too late
+    to try. `bearable`: it is on all of them."""
+
+    superseded: bool = False
+    bearable: bool = False
+
+
+def _is_bearable(error: BaseException) -> bool:
+    """Whether a training may go on after it."""
+    return isinstance(error, HpstoreError | OSError) and not isinstance(error, _NEVER_BORNE)

@@ -6,10 +6,10 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from hpstore import errors
@@ -27,6 +27,7 @@ from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.format.pack import Key, Known, Packed, Segment, digests_of, pack
 from hpstore.checkpoint.format.segment_plan import SMALL_ITEM_BYTES
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
+from hpstore.checkpoint.save.job_options import Earlier, JobOptions
 from hpstore.checkpoint.save.rank_vote import RankVote, merged
 from hpstore.checkpoint.save.save_handle import SaveReport
 from hpstore.checkpoint.state.merge_trees import Merge
@@ -39,33 +40,6 @@ from hpstore.runtime.threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobOptions:
-    """What a save is told, the same for all slices."""
-
-    step: int
-    tree: Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
-    names: Collection[str]  # of the tensors in it
-    session: str
-    overwrite: bool
-    extra: Mapping[str, Any]
-    codec: str
-    rate_bytes_per_second: float | None
-    began: float
-    progress: Callable[[int], None] | None = None  # told the bytes that are about to be written
-    slices: int = 1  # that are staged one after the other into the same memory
-    within: bool = False  # the manifest holds the bytes of all ranks' tensors: one put is the save
-    min_losses_tolerated: int | None = None  # of all that is put; the pool's settings unless given
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Earlier:
-    """What a save may refer to: items, and the step whose manifest names their segments."""
-
-    step: int = 0
-    known: Mapping[Key, Known] = field(default_factory=dict)
 
 
 class SaveJob:
@@ -91,6 +65,7 @@ class SaveJob:
         self._own: list[str] = []  # keys of segments that this rank has put
         self._put: tuple[Segment, ObjectInfo] | None = None  # the last one, and what its put said
         self._error: BaseException | None = None
+        self._cause: BaseException | None = None  # what rank 0 met when it noted or published
         self._maybe_visible = False  # the manifest's put has begun
         self._committed = False
         self.begun = False  # begin() was called
@@ -117,6 +92,7 @@ class SaveJob:
                 references = sorted({str(key) for keys in heard for key in json.loads(keys)})
                 message = json.dumps(self._note_attempt(references, fence=fence)).encode()
             except BaseException as error:
+                self._cause = error
                 self._stop_heartbeat()  # first: a peer that is dead makes the broadcast raise
                 told = {"error": str(error), "kind": type(error).__name__}
                 self._ranks.broadcast(json.dumps(told).encode(), RankChannel.SAVER)
@@ -175,10 +151,10 @@ class SaveJob:
             return "the staging memory does not hold all of it any more"
         return ""
 
-    @property
-    def repeatable(self) -> bool:
-        """Whether again() can save what is staged. Asked after commit() or begin() has raised."""
-        return not self.why_not_repeatable
+    def cause_of(self, error: BaseException) -> BaseException | None:
+        """What this rank met itself of what commit() or begin() has raised; None where other ranks
+        alone failed."""
+        return error if self._ranks.world == 1 else self._error or self._cause
 
     def again(self) -> SaveJob:
         """The same save once more, of the same staged bytes, under a nonce of its own."""
@@ -337,9 +313,12 @@ class SaveJob:
             ]
             failed = [f"rank {n}: {w.error}" for n, w in enumerate(written) if w.error]
             if failed:
-                raise CheckpointError("; ".join(failed))
+                self._stop_heartbeat()
+                kind = CheckpointError.__name__
+                return {"error": "; ".join(failed), "kind": kind, "visible": False}
             return {"report": self._publish(written).as_dict()}
         except BaseException as error:  # noqa: BLE001 (told to all ranks, which raise it)
+            self._cause = error
             self._stop_heartbeat()
             kind = type(error).__name__
             return {"error": str(error), "kind": kind, "visible": self._maybe_visible}

@@ -28,11 +28,12 @@ from hpstore.checkpoint.save.accelerator import CudaStaging
 from hpstore.checkpoint.save.after_commit import AfterCommits
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.drain_at_exit import Draining
+from hpstore.checkpoint.save.job_options import Earlier, JobOptions
 from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
 from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
 from hpstore.checkpoint.save.save_failures import SaveFailures
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
-from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
 from hpstore.checkpoint.save.save_underway import Underway
 from hpstore.checkpoint.save.save_warnings import note_differing, warn_of_stall
@@ -188,6 +189,7 @@ class Saver:
             except Exception as voted:  # noqa: BLE001 (what the other ranks have, too)
                 told = voted
             if in_pool or (told is not error and self._ranks.world > 1):
+                self._failures.give_up(self.options, told)
                 self._failures.ended(self.options, told)
             if self._failures.borne is not told:
                 if told is not error:
@@ -213,7 +215,7 @@ class Saver:
                 )
         self._failures.hurry()
         self.wait()
-        self._failures.begun(self.options)
+        self._failures.begun()
         return True
 
     def _job_options(

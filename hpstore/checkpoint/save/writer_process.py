@@ -21,8 +21,9 @@ from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.ranks.collectives import Ranks
+from hpstore.checkpoint.save.job_options import Earlier, JobOptions
 from hpstore.checkpoint.save.save_handle import SaveReport
-from hpstore.checkpoint.save.save_job import Earlier, JobOptions, SaveJob
+from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.codec.galois import Bytes
 from hpstore.config import PoolConfig
 from hpstore.errors import CheckpointError, HpstoreError
