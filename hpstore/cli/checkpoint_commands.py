@@ -1,11 +1,13 @@
 """Checkpoint commands: list, inspect, verify, remove, protect. torch is imported when one runs.
 
-Those that only read open the pool read-only; none takes the writer's fence or collects garbage.
+Those that only read open the pool read-only; rollback and its undo alone take the writer's fence
+and collect garbage.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,12 +20,15 @@ from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
 from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.retention_command import retention
+from hpstore.cli.rollback_commands import hidden_line, rollback, undo_rollback
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.units import format_bytes
 
 if TYPE_CHECKING:
     from hpstore.checkpoint import Manifest, VerifyReport
+    from hpstore.checkpoint.catalog.hidden_steps import Rollback
+    from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 
 checkpoints = typer.Typer(
     no_args_is_help=True, help="List, inspect, verify, export, import, remove checkpoints."
@@ -32,13 +37,22 @@ checkpoints.command("diff")(diff)
 checkpoints.command("export")(export)
 checkpoints.command("import")(import_)
 checkpoints.command("retention")(retention)
+checkpoints.command("rollback")(rollback)
+checkpoints.command("undo-rollback")(undo_rollback)
 
 Force = Annotated[bool, typer.Option("--force", help="protected steps too")]
 
 
 @checkpoints.command()
-def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
-    """List committed steps.
+def ls(
+    pool: PoolName,
+    prefix: Prefix,
+    hidden: Annotated[
+        bool, typer.Option("--hidden", help="only rollbacks, and the steps that they have hidden")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List committed steps, and those that a rollback has hidden.
 
     hpstore checkpoint ls pool.toml runs/gpt
     """
@@ -55,7 +69,12 @@ def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
                 manifests.append(steps.manifest(step))
             except HpstoreError as error:
                 problems[step] = error
-        absent = "" if manifests or problems else nothing_under(opened, steps.prefix)
+        rollbacks = [found for found in _rollbacks(steps) if found.hidden]
+        there = manifests or problems or rollbacks
+        absent = "" if there else nothing_under(opened, steps.prefix)
+    if hidden:
+        emit_json([found.as_dict() for found in rollbacks]) if as_json else _show(rollbacks)
+        return
     rows = listed(manifests, protected)
     if as_json:
         damaged = [{"step": step, "problem": str(error)} for step, error in problems.items()]
@@ -63,12 +82,27 @@ def ls(pool: PoolName, prefix: Prefix, as_json: Json = False) -> None:
     else:
         columns, cells = table_of(rows)
         table("", columns, cells)
+        _show(rollbacks)
     if absent:
         sys.stderr.write(f"hpstore: {absent}\n")
     for step, problem in problems.items():
         sys.stderr.write(f"hpstore: step {step} cannot be listed: {problem}\n")
     if problems:
         raise typer.Exit(next(iter(problems.values())).exit_code)
+
+
+def _rollbacks(steps: StepCatalog) -> list[Rollback]:
+    """Those whose steps are hidden still."""
+    from hpstore.checkpoint.catalog.hidden_steps import RollbackState
+    from hpstore.checkpoint.catalog.rollback import rollbacks
+
+    kept = (RollbackState.HIDDEN, RollbackState.RETURNING)
+    return [found for found in rollbacks(steps) if found.state in kept]
+
+
+def _show(rollbacks: Sequence[Rollback]) -> None:
+    for found in rollbacks:
+        sys.stdout.write(f"{hidden_line(found)}\n")
 
 
 @checkpoints.command()

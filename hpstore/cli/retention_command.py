@@ -137,7 +137,9 @@ def _show(decisions: Sequence[StepDecision], going: Collection[int]) -> None:
         for found in decisions
     ]
     table("", ("step", "", "by", "why"), cells)
-    sys.stdout.write(f"{len(decisions) - len(going)} steps stay, {len(going)} go\n")
+    staying = len(decisions) - len(going)
+    stay = "1 step stays" if staying == 1 else f"{staying} steps stay"
+    sys.stdout.write(f"{stay}, {len(going)} {'goes' if len(going) == 1 else 'go'}\n")
 
 
 def _delete(steps: StepCatalog, rules: Retention, agreed: Collection[int]) -> tuple[list[int], str]:

@@ -127,10 +127,10 @@ def test_the_command_shows_and_deletes_only_with_yes(cli: PoolCommands, pool: hp
     rules = ("retention", RUN, "--keep-last", 2, "--keep-best", "min:loss", "--keep-for", "60h")
     shown = cli(*rules)
     assert "nothing was deleted: --yes does it" in cli.err
-    assert "5 steps stay, 1 go" in shown
+    assert "5 steps stay, 1 goes" in shown
     assert "protected as first" in shown
     assert "the best by min:loss (0)" in shown
-    assert "5 steps stay, 1 go" in cli(*rules, "--dry-run")
+    assert "5 steps stay, 1 goes" in cli(*rules, "--dry-run")
     assert cli.err == ""
     found = cli.json(*rules)
     assert (found["going"], found["deleted"], found["failed"]) == ([3], [], "")
