@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -78,6 +79,23 @@ def test_an_optimizer_of_a_part_of_a_model_is_whole(ckpt: Checkpointer) -> None:
 
 
 # --- optimizers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{}, [{}, {}], {"lambdas": [{}], "deep": {"er": {}}}, [{"x": torch.ones(2)}], ({"n": 1}, {})],
+    ids=str,
+)
+def test_what_holds_nothing_chosen_is_left_out(ckpt: Checkpointer, other: Any) -> None:
+    """Empty dicts, as of a LambdaLR, and lists of which nothing is chosen do not want a taker."""
+    saved = layers(1, 0)
+    ckpt.save(1, {"model": saved, "other": other}).result()
+    for load in (LoadOptions(include="model"), LoadOptions(exclude="other")):
+        target = layers(1, 1)
+        assert ckpt.restore({"model": target}, load=load) == 1
+        assert torch.equal(target[0].weight, saved[0].weight)
+    back: dict[str, Any] = {"other": copy.deepcopy(other)}
+    assert ckpt.restore(back, load=LoadOptions(include="other")) == 1
 
 
 def averaged(seed: int, ckpt: Checkpointer) -> tuple[torch.nn.Module, torch.optim.AdamW]:

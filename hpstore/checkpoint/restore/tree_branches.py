@@ -51,8 +51,10 @@ class BranchList:
         self._node, self.parts = node, parts
 
     def closed(self) -> Json:
-        """JSON."""
+        """JSON; _GONE when all entries were taken out."""
         parts = [_closed(part) for part in self.parts]
+        if parts and all(part is _GONE for part in parts):
+            return _GONE
         found = [{} if part is _GONE else part for part in parts]
         return found if isinstance(self._node, list) else {**self._node, "v": found}
 
@@ -65,9 +67,10 @@ def opened(node: Json, whole: Callable[[Json], bool]) -> Node:
         if is_plain(parts) or (isinstance(node, dict) and "type" in node):
             return node
         inside = [opened(part, whole) for part in parts]
+        nothing = all(isinstance(part, Branch) and not part.rows for part in inside)
         return (
             BranchList(node, inside)
-            if all(isinstance(p, (Branch, BranchList)) for p in inside)
+            if not nothing and all(isinstance(p, (Branch, BranchList)) for p in inside)
             else node
         )
     if not isinstance(node, dict) or node.get(TAG) not in (None, "dict") or whole(node):
@@ -83,14 +86,17 @@ def opened(node: Json, whole: Callable[[Json], bool]) -> Node:
 
 
 def entries(node: Node, path: str = "") -> Iterator[tuple[Branch, str, str, Json]]:
-    """Every entry with the branch that holds it, its key there, and its path."""
+    """Every entry with the branch that holds it, its key there, and its path; an empty dict is
+    one."""
     if isinstance(node, BranchList):
         for number, part in enumerate(node.parts):
             yield from entries(part, join(path, number))
     elif isinstance(node, Branch):
         for name, (_, child) in node.rows.items():
             where = join(path, name)
-            if isinstance(child, (Branch, BranchList)):
+            if isinstance(child, Branch) and not child.rows:
+                yield node, name, where, child.closed()
+            elif isinstance(child, (Branch, BranchList)):
                 yield from entries(child, where)
             else:
                 yield node, name, where, child
