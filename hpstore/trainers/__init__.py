@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hpstore.trainers.huggingface import PoolAccelerate, PoolLoader, PoolTrainerCallback
+    from hpstore.trainers.accelerate_states import PoolAccelerate, PoolLoader
+    from hpstore.trainers.huggingface import PoolTrainerCallback
     from hpstore.trainers.ignite import PoolSaveHandler
     from hpstore.trainers.lightning import PoolCheckpointIO, RequireUsedIO
     from hpstore.trainers.pipelining.hooks import PipelineHooks
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "BubbleReport": "hpstore.trainers.pipelining.idle_time",
     "PipelineHooks": "hpstore.trainers.pipelining.hooks",
-    "PoolAccelerate": "hpstore.trainers.huggingface",
+    "PoolAccelerate": "hpstore.trainers.accelerate_states",
     "PoolCheckpointIO": "hpstore.trainers.lightning",
-    "PoolLoader": "hpstore.trainers.huggingface",
+    "PoolLoader": "hpstore.trainers.accelerate_states",
     "PoolSaveHandler": "hpstore.trainers.ignite",
     "PoolStorage": "hpstore.trainers.torch_checkpointing",
     "PoolStorageConfig": "hpstore.trainers.torch_checkpointing",

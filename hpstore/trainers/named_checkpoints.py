@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint import Checkpointer, SaveHandle
+from hpstore.checkpoint import Checkpointer, LoadOptions, SaveHandle, SaveOptions
 from hpstore.checkpoint.catalog.not_found_hint import SAVES
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_leaf
 from hpstore.checkpoint.state.typed_objects import children_of, is_stateful
 from hpstore.errors import (
     CheckpointError,
+    CheckpointMismatch,
     ConfigError,
     HpstoreError,
     IntegrityError,
@@ -36,6 +38,8 @@ from hpstore.format.untrusted_bytes import parsing
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.threads import WorkerThreads
+from hpstore.trainers.rank_messages import agreed
+from hpstore.trainers.sharded_parts import read_without
 
 _log = logging.getLogger(__name__)
 
@@ -85,17 +89,32 @@ class NamedCheckpoints(Closing):
     these have waited for it, and is started again by the next save or removal.
 
     keep_last: how many names stay; the oldest go after a newer one is durable. None keeps all.
-    allow_pickle: as of Checkpointer.
+    allow_pickle: as of Checkpointer. ranks: those that save together, each its shards; they all
+    call save(), load_into(), wait() and close(), and rank 0 alone names and removes. Without them
+    this process saves for itself.
     """
 
     def __init__(
-        self, pool: Pool, prefix: str, *, keep_last: int | None = None, allow_pickle: bool = False
+        self,
+        pool: Pool,
+        prefix: str,
+        *,
+        keep_last: int | None = None,
+        allow_pickle: bool = False,
+        ranks: Ranks | None = None,
+        commit_seconds: float = SaveOptions().commit_seconds,
     ) -> None:
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ConfigError("keep_last must be a whole number of at least 1, or None")
         self.pool, self.prefix, self.keep_last = pool, check_key(prefix), keep_last
+        self._ranks = ranks or Ranks(commit_seconds, alone=True)
         self._checkpoints = Checkpointer(
-            pool, f"{prefix}/{SAVES}", rng=False, group="alone", allow_pickle=allow_pickle
+            pool,
+            f"{prefix}/{SAVES}",
+            rng=False,
+            group=None if self._ranks.world > 1 else "alone",
+            allow_pickle=allow_pickle,
+            save=SaveOptions(commit_seconds=commit_seconds),
         )
         self._worker: WorkerThreads | None = None  # from a save or a removal to the next wait()
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
@@ -116,15 +135,26 @@ class NamedCheckpoints(Closing):
         thread, when a restart would find it. A crash before leaves the name as it was. Raises
         CheckpointError naming an entry that cannot be saved, and what went wrong before.
         """
-        self.wait()
-        self._pointer_key(name)  # raises before anything is staged
-        refuse_states(state, "checkpoint")
-        number = self._next_number()
-        self._doubt(Named(name=name, number=number))
+        mine = agreed(self._ranks, lambda: self._prepare(name, state))
+        number = int(self._ranks.broadcast(str(mine).encode(), RankChannel.TRAINER))
         handle = self._checkpoints.save(number, {"name": name, "checkpoint": dict(state)})
         self._number = number
         named = Named(name=name, number=number)
-        self._go_on(partial(self._publish, named, handle, durable))
+        if self._ranks.leads:
+            self._go_on(partial(self._publish, named, handle, durable))
+        else:
+            self._go_on(partial(_await, handle))
+
+    def _prepare(self, name: str, state: Mapping[str, Any]) -> int:
+        """The number of a save that may begin; rank 0's counts."""
+        self.wait()
+        self._pointer_key(name)  # raises before anything is staged
+        refuse_states(state, "checkpoint")
+        if not self._ranks.leads:
+            return -1
+        number = self._next_number()
+        self._doubt(Named(name=name, number=number))
+        return number
 
     def _next_number(self) -> int:
         if self._number is None:
@@ -251,17 +281,64 @@ class NamedCheckpoints(Closing):
         CheckpointError naming what there is, IntegrityError, RedundancyError.
         """
         self.wait()
+        number = self._known(name, missing).number
+        return self._of_name(name, number, self._checkpoints.read(number).tree())
+
+    def _known(self, name: str, missing: Callable[[], str] = lambda: "") -> Named:
         named = self._read(name)
         if named is None:
             raise CheckpointError(
                 f"no checkpoint {name!r} under {self.prefix!r}; the newest are "
                 f"{self.names()[-8:]}{missing()}"
             )
-        state = self._checkpoints.read(named.number).tree()
+        return named
+
+    def _of_name(self, name: str, number: int, state: dict[str, Any]) -> dict[str, Any]:
         if state.get("name") != name:
-            raise IntegrityError(f"checkpoint {named.number} under {self.prefix!r} is not {name!r}")
+            raise IntegrityError(f"checkpoint {number} under {self.prefix!r} is not {name!r}")
         found: dict[str, Any] = state["checkpoint"]
         return found
+
+    def load_into(
+        self,
+        name: str,
+        state: Mapping[str, Any],
+        *,
+        check: Callable[[dict[str, Any]], None] = lambda rest: None,
+    ) -> dict[str, Any]:
+        """Fill what `state` has in place, each rank its shards; what is left of the checkpoint is
+        returned, after `check` has let it pass. What fails on one rank is raised on all.
+
+        Raises CheckpointError naming what there is, CheckpointMismatch where it does not fit.
+        """
+        mine = agreed(self._ranks, lambda: self._found(name) if self._ranks.leads else -1)
+        number = int(self._ranks.broadcast(str(mine).encode(), RankChannel.TRAINER))
+        names = tuple(f"checkpoint/{part}" for part in state)
+        rest = agreed(self._ranks, lambda: self._rest(name, number, state, names))
+        agreed(self._ranks, lambda: check(rest))
+        self._checkpoints.restore({"checkpoint": state}, number, load=LoadOptions(include=names))
+        return rest
+
+    def _found(self, name: str) -> int:
+        """The number that a name means now."""
+        self.wait()
+        return self._known(name).number
+
+    def _rest(
+        self, name: str, number: int, state: Mapping[str, Any], names: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """A checkpoint without what is filled in place."""
+        self.wait()
+        tree = self._checkpoints.steps.manifest(number).tree
+        saved = tree.get("checkpoint") if isinstance(tree, dict) else None
+        for part, things in state.items():
+            count = len(saved.get(part, ())) if isinstance(saved, dict) else 0
+            if count != len(things):
+                raise CheckpointMismatch(
+                    f"{count} {part} were saved, {len(things)} are there to load"
+                )
+        found = read_without(self._checkpoints, number, self._ranks.rank, *names)
+        return self._of_name(name, number, found)
 
     # --- ending -------------------------------------------------------------------------------
 
@@ -295,3 +372,8 @@ class NamedCheckpoints(Closing):
             self._closed = True
             self._end_worker()
             self._checkpoints.close()
+
+
+def _await(handle: SaveHandle) -> None:
+    """Raise what went wrong in a save."""
+    handle.result()

@@ -22,6 +22,7 @@ _FILES = {
     "lr_scheduler": "scheduler.pt",
     "scaler": "scaler.pt",
 }
+_SHARDS = {"model": "pytorch_model_fsdp_0", "optimizer": "optimizer_0"}
 
 
 def write_resume_folder(
@@ -35,7 +36,8 @@ def write_resume_folder(
 ) -> str:
     """Write a new folder below `parent` for this rank of `world`; returns it.
 
-    `loaded`: what PoolTrainerCallback has saved, from `saved_by` ranks.
+    `loaded`: what PoolTrainerCallback has saved, from `saved_by` ranks. Where it lacks model and
+    optimizer, empty folders stand for them, which the Trainer takes for shards of FSDP.
     """
     os.makedirs(parent, exist_ok=True)
     folder = tempfile.mkdtemp(prefix=f"checkpoint-{step}-", dir=parent)
@@ -46,6 +48,10 @@ def write_resume_folder(
         _log.warning(
             "rank %d was not there when step %d was saved: its RNG goes on as it is", rank, step
         )
+    for part, name in _SHARDS.items():
+        if part not in loaded:
+            os.mkdir(os.path.join(folder, name))
+            del names[part]
     for part, name in names.items():
         if loaded[part] is not None:
             torch.save(loaded[part], os.path.join(folder, name))

@@ -21,7 +21,8 @@ transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
 from accelerate.utils import ProjectConfiguration  # noqa: E402
 
-from hpstore.trainers.huggingface import PoolAccelerate, PoolTrainerCallback  # noqa: E402
+from hpstore.trainers.accelerate_states import PoolAccelerate  # noqa: E402
+from hpstore.trainers.huggingface import PoolTrainerCallback  # noqa: E402
 
 pytestmark = [
     # no GPU here: torch says that pinning does nothing

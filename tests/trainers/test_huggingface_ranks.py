@@ -133,7 +133,7 @@ def test_a_job_may_go_on_with_other_processes(tmp_path: Path, first: int, later:
 
 
 def refused(rank: int, world: int, directory: Path) -> None:
-    """Rank 1 cannot write its folder; a Trainer with FSDP; another number of processes."""
+    """Rank 1 cannot write its folder; a Trainer with DeepSpeed; another number of processes."""
     join_job(rank, world)
     from hpstore.trainers.huggingface import PoolTrainerCallback
 
@@ -150,9 +150,9 @@ def refused(rank: int, world: int, directory: Path) -> None:
         with pytest.raises(CheckpointError, match=r"the Trainer has 2 processes.* group of 3"):
             callback.on_train_begin(args, None, None)
         callback._ranks.world = 2
-        args.fsdp = "full_shard"
-        with pytest.raises(CheckpointError, match=r"data-parallel job \(DDP\)"):
-            callback.on_train_begin(args, None, None)
+        args.deepspeed = {"zero_optimization": {"stage": 1}}
+        with pytest.raises(CheckpointError, match=r"leave out deepspeed=.*\"version\": 2"):
+            callback.on_init_end(args, None, None)
 
 
 def test_what_is_refused_is_refused_on_all_ranks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests.integration.ranks import launch, make_pool, open_pool
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
-from hpstore.trainers.huggingface import PoolAccelerate, PoolLoader  # noqa: E402
+from hpstore.trainers.accelerate_states import PoolAccelerate, PoolLoader  # noqa: E402
 
 COUNT = 46
 OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 2}

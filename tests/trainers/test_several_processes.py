@@ -114,7 +114,7 @@ def accelerated(folder: Path) -> Any:
 def saving(rank: int, world: int, directory: Path) -> None:
     """Two steps, a save, three steps: their losses, and the weights, to files."""
     join_job(rank, world)
-    from hpstore.trainers.huggingface import PoolAccelerate
+    from hpstore.trainers.accelerate_states import PoolAccelerate
 
     torch.manual_seed(1)
     run = accelerated(directory / "p")
@@ -133,7 +133,7 @@ def saving(rank: int, world: int, directory: Path) -> None:
 def loading(rank: int, world: int, directory: Path) -> None:
     """The same three steps from the newest state, with each rank's own noise."""
     join_job(rank, world)
-    from hpstore.trainers.huggingface import PoolAccelerate
+    from hpstore.trainers.accelerate_states import PoolAccelerate
 
     torch.manual_seed(2)
     run = accelerated(directory / "p")
@@ -153,7 +153,7 @@ def loading(rank: int, world: int, directory: Path) -> None:
 def failing(rank: int, world: int, directory: Path) -> None:
     """Rank 1 cannot take part in a load, rank 0 cannot save: both ranks hear of both."""
     join_job(rank, world)
-    from hpstore.trainers.huggingface import PoolAccelerate
+    from hpstore.trainers.accelerate_states import PoolAccelerate
 
     run = accelerated(directory / "p")
     with open_pool(directory) as pool, PoolAccelerate(run.accelerator, pool, "run") as hp:

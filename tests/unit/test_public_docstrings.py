@@ -63,8 +63,8 @@ NOT_YET = {
     # no room: 500 lines a module, 60 a function
     "hpstore.loaders.ingestion.ingest_run.ingest",
     "hpstore.loaders.dataset.record_reader.StoredData",
-    "hpstore.trainers.huggingface.PoolAccelerate",
-    "hpstore.trainers.huggingface.PoolLoader",
+    "hpstore.trainers.accelerate_states.PoolAccelerate",
+    "hpstore.trainers.accelerate_states.PoolLoader",
     "hpstore.trainers.huggingface.PoolTrainerCallback",
     "hpstore.trainers.pipelining.hooks.PipelineHooks",
 }
