@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,14 @@ from hpstore.errors import CheckpointError, ConfigError, MalformedFile, VersionC
 from hpstore.interop.filesystem import PoolFileSystem
 from hpstore.interop.filesystem.paths import ParsedPath
 from hpstore.trainers.optional_import import missing
+from hpstore.trainers.peft_adapters import (
+    MARK,
+    WEIGHTS,
+    adapters_from,
+    base_model,
+    is_adapter_model,
+    writer_module,
+)
 from hpstore.units import GIB, MIB, parse_bytes
 
 try:
@@ -28,7 +37,7 @@ except ModuleNotFoundError as error:
 
 # Any: models, configurations and tokenizers of transformers
 
-MARKS = ("config.json", "adapter_config.json")  # put last: one of them makes a model complete
+MARKS = ("config.json", MARK)  # put last: one of them makes a model complete
 MOST_FILE_BYTES = 64 * MIB  # of a configuration or a vocabulary, which pass through a folder
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf")
 _INDEX = ".safetensors.index.json"
@@ -47,8 +56,8 @@ def save_pretrained(
     Parameters
     ----------
     model
-        A PreTrainedModel. A tokenizer, processor or configuration is taken, too, and may replace
-        files that are there.
+        A PreTrainedModel, or a PeftModel, of which the adapters alone are saved. A tokenizer,
+        processor or configuration is taken, too, and may replace files that are there.
     url
         "hpstore://NAME/path" without a model: what would be replaced is refused.
     max_shard_bytes
@@ -74,20 +83,25 @@ def save_pretrained(
     if not hasattr(model, "save_pretrained"):
         raise ConfigError(f"a {type(model).__name__} has no save_pretrained()")
     with tempfile.TemporaryDirectory(prefix="hpstore-") as folder:
-        if not isinstance(model, transformers.PreTrainedModel):
+        adapter = is_adapter_model(model)
+        if not adapter and not isinstance(model, transformers.PreTrainedModel):
             model.save_pretrained(folder, **options)
             _put_files(place, folder)
             return
         limit = parse_bytes(max_shard_bytes)
+        if not adapter:
+            options["max_shard_size"] = limit
         leads = bool(options.get("is_main_process", True))
         if leads:
             _make_room(place)
-        with _Shards.routed(folder, place) as shards:
-            model.save_pretrained(folder, max_shard_size=limit, **options)
+        writer = writer_module() if adapter else modeling_utils
+        with _Shards.routed(folder, place, writer) as shards:
+            model.save_pretrained(folder, **options)
         if leads and not shards.versions:
             raise CheckpointError(
-                f"transformers {transformers.__version__} did not hand over its weights: this "
-                "hpstore does not know how it writes them. Nothing is saved"
+                f"{writer.__name__.partition('.')[0]} did not hand over its weights as "
+                f"safetensors: leave out safe_serialization=, or this hpstore does not know how "
+                f"transformers {transformers.__version__} writes them. Nothing is saved"
             )
         _put_files(place, folder, shards.versions)
 
@@ -102,7 +116,7 @@ def load_pretrained(kind: Any, url: str, **options: Any) -> Any:
     ----------
     kind
         A class of models such as GPT2LMHeadModel or AutoModelForCausalLM, or of tokenizers,
-        processors or configurations.
+        processors or configurations; or PeftModel, with model= for what its adapter is for.
     url
         "hpstore://NAME/path": what save_pretrained() has written, or a folder of Hugging Face's
         with safetensors that was copied there.
@@ -127,6 +141,8 @@ def load_pretrained(kind: Any, url: str, **options: Any) -> Any:
         for name in names:
             if not name.endswith((*_WEIGHTS, _INDEX, ".py")) and "/" not in name:
                 _fetch(place, name, folder)
+        if is_adapter_model(kind):
+            return _adapter(kind, place, names, folder, options)
         mapped = getattr(kind, "_model_mapping", None)
         if mapped is None and not _is_model(kind):
             return kind.from_pretrained(folder, **options)
@@ -134,7 +150,7 @@ def load_pretrained(kind: Any, url: str, **options: Any) -> Any:
             raise CheckpointError(
                 f"there is no complete model at {url}: it has no {MARKS[0]}"
                 + (
-                    ", but an adapter, which is loaded into its base model"
+                    ", but an adapter: load_pretrained(PeftModel, url, model=base)"
                     if MARKS[1] in names
                     else ""
                 )
@@ -186,14 +202,14 @@ class _Shards:
 
     @classmethod
     @contextmanager
-    def routed(cls, folder: str, place: ParsedPath) -> Iterator[_Shards]:
-        """Inside, files of weights below `folder` go to the pool (docs/decisions/0118).
+    def routed(cls, folder: str, place: ParsedPath, writer: ModuleType) -> Iterator[_Shards]:
+        """Inside, what `writer` writes below `folder` goes to the pool (docs/decisions/0118).
 
         Saves of other threads to other folders go where they belong.
         """
         shards = cls(place)
         with cls._lock:
-            original = getattr(modeling_utils, "safe_save_file", None)
+            original = getattr(writer, "safe_save_file", None)
             if original is None:
                 raise CheckpointError(
                     f"transformers {transformers.__version__} is not one whose writing of weights "
@@ -201,23 +217,23 @@ class _Shards:
                 )
 
             def save(tensors: Any, filename: Any, metadata: Any = None) -> None:
-                where, name = os.path.split(os.fspath(filename))
-                if where == folder:
+                name = os.path.relpath(filename, folder)
+                if not name.startswith(os.pardir):
                     shards.put(name, tensors, metadata or {})
                 else:
                     original(tensors, filename, metadata=metadata)
 
-            vars(modeling_utils)["safe_save_file"] = save
+            vars(writer)["safe_save_file"] = save
             try:
                 yield shards
             finally:
-                vars(modeling_utils)["safe_save_file"] = original
+                vars(writer)["safe_save_file"] = original
 
 
 def _make_room(place: ParsedPath) -> None:
     """Remove what a save that was killed has left. Raises ConfigError where a model is."""
     names = _names_at(place)
-    mark = next((name for name in MARKS if name in names), None)
+    mark = next((name for name in names if _is_mark(name)), None)
     if mark is not None:
         raise ConfigError(
             f"{place.path(place.key)} holds a model already ({mark}): choose another path, or "
@@ -240,10 +256,15 @@ def _put_files(place: ParsedPath, folder: str, versions: dict[str, str] | None =
             raise CheckpointError(
                 f"{name} holds weights, which only a PreTrainedModel's can be put into a pool"
             )
-        if name in MARKS and versions is not None:
+        once = _is_mark(name) and versions is not None
+        if once and versions is not None:
             _require_own(place, versions)
-        once = name in MARKS and versions is not None
         pool.put(f"{place.key}/{name}", path.read_bytes(), if_absent=once)
+
+
+def _is_mark(name: str) -> bool:
+    """Whether a file makes a model, or an adapter in a folder of its name, complete."""
+    return name.rpartition("/")[2] in MARKS
 
 
 def _require_own(place: ParsedPath, versions: dict[str, str]) -> None:
@@ -262,6 +283,31 @@ def _require_own(place: ParsedPath, versions: dict[str, str]) -> None:
 def _names_at(place: ParsedPath) -> list[str]:
     start = f"{place.key}/"
     return [key.removeprefix(start) for key in place.mount.pool.list(start)]
+
+
+def _adapter(
+    kind: Any, place: ParsedPath, names: list[str], folder: str, options: dict[str, Any]
+) -> Any:
+    """A model with an adapter from the pool."""
+    base = base_model(kind, options)
+    below = f"{options['subfolder']}/" if options.get("subfolder") else ""
+    mark, weights = below + MARK, below + WEIGHTS
+    if mark not in names or weights not in names:
+        there = sorted(name for name in names if name.endswith(MARK))
+        raise CheckpointError(
+            f"there is no complete adapter at {place.path(place.key)}: it lacks {mark} or {weights}"
+            f"; adapters there are {there}"
+        )
+    os.makedirs(os.path.join(folder, below), exist_ok=True)
+    _fetch(place, mark, folder)
+
+    def read(name: str) -> dict[str, torch.Tensor]:
+        key = f"{place.key}/{name}"
+        with place.mount.pool.open(key) as reader:
+            return read_safetensors_object(reader, place.path(key))
+
+    with adapters_from(folder, [weights], read):
+        return kind.from_pretrained(base, folder, **options)
 
 
 def _fetch(place: ParsedPath, name: str, folder: str) -> None:
