@@ -12,6 +12,7 @@ from hpstore.loaders.dataset.batch_values import Ragged
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.dataset_versions import DatasetVersion, delete_version, list_versions
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.image_decode import ImageDecode
 from hpstore.loaders.dataset.publish_dataset import DatasetInfo, list_datasets, publish_parts
 from hpstore.loaders.dataset.remove_dataset import delete_dataset, remove_orphans
 from hpstore.loaders.dataset.stored_manifests import written_parts
@@ -44,6 +45,7 @@ __all__ = [
     "DatasetWriter",
     "Field",
     "GpuTransfer",
+    "ImageDecode",
     "IngestProgress",
     "IngestReport",
     "LoaderMemory",

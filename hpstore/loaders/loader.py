@@ -22,6 +22,7 @@ from hpstore.loaders.batching.native_iterator import (
     BatchRun,
     EndIterator,
     NativeIterator,
+    decoder_of,
     native_of,
     order_for,
 )
@@ -33,6 +34,7 @@ from hpstore.loaders.batching.rank_sampler import (
     show_sampler,
 )
 from hpstore.loaders.batching.torch_arguments import (
+    CACHE_STAYS,
     T_co,
     asked_processes,
     kept_names,
@@ -48,6 +50,7 @@ from hpstore.loaders.batching.torch_iterator import (
 )
 from hpstore.loaders.batching.torch_run_state import Companions, Skipping
 from hpstore.loaders.cache import Cache
+from hpstore.loaders.dataset.image_decode import Decode
 from hpstore.loaders.gpu.gpu_device import Gpu
 from hpstore.loaders.sampling.data_parallel import RankShares
 from hpstore.loaders.sampling.loader_state import LoaderState, order_text
@@ -56,10 +59,6 @@ from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.rank_slices import Slices, Tail
 
 _log = logging.getLogger(__name__)
-_CACHE_STAYS = (
-    "a Cache stays in its process: the copy of this loader keeps pages of its own. "
-    'Give it Cache(..., share="name") there to share one.'
-)
 
 
 # Any below: torch's own signature is untyped here
@@ -98,8 +97,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     transform, collate_fn, batch_transform
         Called with a sample, a list of them, a batch; the first and last also with a numpy
         generator keyed by (seed, epoch, position), where they take two arguments.
-    on_error
+    on_error, decode
         "raise", or "skip" samples that are damaged beyond repair (counted in stats()).
+        True, an ImageDecode, or a dict of these by field: images come as tensors (docs/data.md).
     """
 
     # Accelerate then gives the loader back as it is, and saves its state with the rest
@@ -142,9 +142,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         transform: Any = None,
         batch_transform: Any = None,
         on_error: str = "raise",
+        decode: Decode = None,
     ) -> None:
         self.shuffle, self.seed, self.device, self.layout = shuffle, seed, device, layout
-        self.gpu, self.cache, self.memory = gpu, cache, memory
+        self.gpu, self.cache, self.memory, self.decode = gpu, cache, memory, decode
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
@@ -188,6 +189,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             on_error=self.on_error,
             layout=self.layout,
             processes=self._processes,
+            decoder=decoder_of(self._native, self.decode),
             ring_bytes=int(self.gpu.ring_bytes),
         )
 
@@ -196,8 +198,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.order: Order | None = None
         self.shares: RankShares | None = None
         self.positions: PositionSampler | None = None
-        iterable = isinstance(dataset, torch.utils.data.IterableDataset)
-        if not self._by_user and not iterable:
+        if not self._by_user and not isinstance(dataset, torch.utils.data.IterableDataset):
             self._make_order(dataset, batch_size, drop_last)
         self._stands, self._companions = LoaderPosition(), Companions()
         self._others: Callable[[], Any] | None = None  # torch's iterator of the last loop
@@ -342,15 +343,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return self._engine
 
     def _let_engine_go(self) -> None:
-        """Nothing keeps the memory of an engine that was closed."""
-        if self._engine_end is not None:
+        if self._engine_end is not None:  # it keeps the memory of an engine that was closed
             self._engine_end.detach()
             self._engine_end = None
 
     def _no_direct(self) -> str:
         """Why no record may be read straight to the GPU, whatever the machine can; or ""."""
-        on_host = "one by one" if self.batch_size is None else ""
-        return why_no_direct(self.gpu, self.cache, self._native, self.finish.on_host or on_host)
+        on_host = self.finish.on_host or ("one by one" if self.batch_size is None else "")
+        return why_no_direct(self.gpu, self.cache, self._native, on_host)
 
     def read_as(self, rank: int, world_size: int) -> None:
         """Take a data-parallel rank's share, before iterating. What the user has said stands.
@@ -461,7 +461,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         state["finish"] = state["_others"] = None
         if isinstance(self.cache, Cache):
             state["cache"] = None
-            _log.warning(_CACHE_STAYS)
+            _log.warning(CACHE_STAYS)
         if isinstance(self.sampler, RankSampler):
             del state["sampler"]
             state.pop("batch_sampler" if self._native is not None else "", None)

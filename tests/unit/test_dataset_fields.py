@@ -307,7 +307,7 @@ def test_what_is_no_manifest_is_refused() -> None:
     with pytest.raises(IntegrityError, match="digest"):
         DatasetManifest.decode(b'{"kind": "dataset"}', where="x")
     with pytest.raises(FormatTooNew):
-        DatasetManifest.decode(seal({"kind": "dataset", "format": 2}), where="x")
+        DatasetManifest.decode(seal({"kind": "dataset", "format": 3}), where="x")
     body = json.loads(data)
     del body["digest"]
     with pytest.raises(IntegrityError, match="fingerprint"):

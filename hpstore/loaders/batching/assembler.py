@@ -54,7 +54,7 @@ class Assembler:
         """
         self._data, self._slots, self._slabs, self._cached = data, slots, slabs, cached
         self._direct = direct
-        self._scalars = [n for n, f in data.fields.items() if f.kind is FieldKind.SCALAR]
+        self._scalars = [n for n, f in data.stored.items() if f.kind is FieldKind.SCALAR]
         self._counts = counts
 
     def batch(self, indices: Int64s, *, awaited: int, urgent: Callable[[], bool]) -> Batch:
@@ -67,7 +67,7 @@ class Assembler:
         """
         found: Batch = {}
         for name in self._scalars:
-            found[name] = self._data.fields[name].as_tensor(self._data.scalars(name, indices))
+            found[name] = self._data.stored[name].as_tensor(self._data.scalars(name, indices))
         for stream in self._data.streams:
             slab = self._slabs.get(stream.number)
             rows = None if slab is None else slab.rows_of(indices)
@@ -85,7 +85,7 @@ class Assembler:
                 found.update(self._on_gpu(self._direct, stream, indices, places))
             else:
                 found.update(self._fixed(stream, indices, places))
-        return {name: found[name] for name in self._data.fields}
+        return {name: found[name] for name in self._data.stored}
 
     def _on_gpu(
         self, direct: DirectAccess, stream: Stream, indices: Int64s, places: Locations
@@ -280,7 +280,7 @@ class Assembler:
                 found[name] = fields[name].as_tensor(arrays[-1])
             for (column, name), out in zip(ragged, outs[len(fixed) :], strict=True):
                 lengths = places.ragged[:, column]
-                if fields[name].dtype == "str":
+                if fields[name].dtype == "str" and not fields[name].is_json:
                     found[name] = _texts(out, lengths)
                     continue
                 arrays.append(_typed(out, fields[name]))

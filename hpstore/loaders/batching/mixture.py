@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_counters import Counts, PoolReads
 from hpstore.loaders.batching.batch_maker import Engine, Session, cache_budget
 from hpstore.loaders.batching.loader_options import LoaderMemory
 from hpstore.loaders.cache import Cache
-from hpstore.loaders.dataset.batch_values import Batch, BatchValue, Ragged
+from hpstore.loaders.dataset.batch_values import Batch, BatchValue, Ragged, row_bytes
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.sampling.batch_plan import BatchPiece
@@ -79,7 +77,7 @@ class Mixture:
                     f"{list(first.fields.items())} and {list(other.fields.items())}. Open both "
                     "with fields= for those that they share."
                 )
-        if source_field in first.fields:
+        if source_field in first.stored:
             raise ConfigError(f"{source_field!r} is a field of {first.name!r} already")
         self.datasets, self.weights = tuple(datasets), tuple(map(float, weights))
         self.length, self.source_field = length, source_field
@@ -184,7 +182,7 @@ class MixedSession:
                 shares.append((rows, session.batch(found.sample[rows])))
         merged = {
             name: _merged(len(indices), [(rows, part[name]) for rows, part in shares])
-            for name in self._mixture.datasets[0].fields
+            for name in self._mixture.datasets[0].stored
         }
         if self._mixture.source_field is not None:
             merged[self._mixture.source_field] = torch.from_numpy(found.source)
@@ -279,7 +277,7 @@ def _merged(count: int, parts: Sequence[tuple[Indices, BatchValue]]) -> BatchVal
         out = torch.empty((count, *first.shape[1:]), dtype=first.dtype)
         for rows, value in parts:
             assert isinstance(value, torch.Tensor)
-            _bytes_of(out)[rows] = _bytes_of(value)  # torch has no index_put for unsigned integers
+            row_bytes(out)[rows] = row_bytes(value)
         return out
     by_row: dict[int, Any] = {}
     for rows, value in parts:
@@ -289,13 +287,6 @@ def _merged(count: int, parts: Sequence[tuple[Indices, BatchValue]]) -> BatchVal
         return values
     lengths = torch.tensor([0, *(len(value) for value in values)])
     return Ragged(torch.cat(values), lengths.cumsum(0))
-
-
-def _bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Its rows as bytes, (n, bytes of a row), over the same memory."""
-    flat = tensor.contiguous().reshape(len(tensor), math.prod(tensor.shape[1:]))
-    raw: Bytes = flat.view(torch.uint8).numpy()
-    return raw
 
 
 def fingerprints(data: Mixture | Dataset) -> tuple[str, ...]:

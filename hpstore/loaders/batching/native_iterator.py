@@ -21,6 +21,8 @@ from hpstore.loaders.batching.mixture import AnySession, Mixture, stored_bytes
 from hpstore.loaders.batching.served import Served
 from hpstore.loaders.dataset.batch_values import slot_bytes
 from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.image_decode import Decode, checked_decode
+from hpstore.loaders.dataset.value_decoder import ValueDecoder
 from hpstore.loaders.sampling.batch_plan import BatchPiece, endless, listed
 from hpstore.loaders.sampling.label_mix import warn_of_sorted
 from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
@@ -79,6 +81,19 @@ def native_of(dataset: Any) -> Native | None:
     kind = type(dataset)
     plain = (kind.__getitem__, kind.__getitems__) == (Dataset.__getitem__, Dataset.__getitems__)
     return Native(dataset, mapping) if plain else None
+
+
+def decoder_of(native: Native | None, decode: Decode) -> ValueDecoder | None:
+    """What makes values of stored batches; None where they are what is stored. Raises ConfigError.
+
+    `decode`: the loader's; None: the dataset's own.
+    """
+    if native is None:
+        return None  # torch's own machinery reads samples
+    first = native.data.datasets[0] if isinstance(native.data, Mixture) else native.data
+    how = first.decode if decode is None else decode
+    made = ValueDecoder(first.fields, checked_decode(how, first.fields))
+    return made if made.needed else None
 
 
 def order_for(

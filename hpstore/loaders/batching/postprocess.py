@@ -18,6 +18,7 @@ from hpstore.loaders.batching.mixture import AnySession
 from hpstore.loaders.batching.transforms import Task, UserTransforms
 from hpstore.loaders.batching.worker_pool import Processes, Workers
 from hpstore.loaders.dataset.batch_values import nbytes_of
+from hpstore.loaders.dataset.value_decoder import ValueDecoder
 from hpstore.loaders.gpu.gpu_device import CudaGpu, Gpu, gpu_of
 from hpstore.loaders.gpu.upload import Arriving, Transfer
 from hpstore.loaders.sampling.batch_plan import BatchPiece
@@ -58,6 +59,7 @@ class Finish:
         layout: torch.layout | None = None,
         processes: Processes | None = None,
         ring_bytes: int = 0,
+        decoder: ValueDecoder | None = None,
     ) -> None:
         if layout not in (None, torch.jagged):
             raise ConfigError(f"layout {layout}: torch.jagged, or None for values and offsets")
@@ -71,6 +73,7 @@ class Finish:
             seed=seed,
             nested=layout is not None,
             skip=self._skip,
+            decoder=decoder,
         )
         self._workers: Workers | None = None
         if processes is not None and self._work.names:
@@ -145,7 +148,8 @@ class Finish:
         self.transform_seconds += took
         skipped += worked.failed
         if worked.failed:
-            self._say_once("transform failed, the sample is skipped: %s", worked.first)
+            what = "cannot be decoded" if worked.undecoded else "transform failed"
+            self._say_once(f"{what}, the sample is skipped: %s", worked.first)
         if worked.empty:
             return Made(None, skipped, empty=True)
         made = worked.batch

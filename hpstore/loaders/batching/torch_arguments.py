@@ -20,6 +20,10 @@ from hpstore.loaders.sampling.rank_slices import require_tail
 from hpstore.units import whole_argument
 
 _log = logging.getLogger(__name__)
+CACHE_STAYS = (
+    "a Cache stays in its process: the copy of this loader keeps pages of its own. "
+    'Give it Cache(..., share="name") there to share one.'
+)
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as DefaultTypeVar

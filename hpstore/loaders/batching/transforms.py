@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
 
+from hpstore.errors import IntegrityError
 from hpstore.loaders.dataset.batch_values import Batch, Ragged, samples_of
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.value_decoder import ValueDecoder
 from hpstore.loaders.sampling.random_draws import Indices
 
 MOST_FAILURES = 32  # of a transform that has never worked, until that is an error
@@ -34,13 +36,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Worked:
-    """A finished batch. `failed`: samples that `transform` failed for, which were left out; all of
-    them where `batch` is nothing. `first`: what went wrong with the first one."""
+    """A finished batch. `failed`: samples that could not be decoded, or that `transform` failed
+    for, which were left out; all of them where `batch` is nothing. `first`: what went wrong with
+    the first one."""
 
     batch: Any
     failed: int = 0
     first: str = ""
     empty: bool = False
+    undecoded: bool = False  # the first one could not be decoded
 
 
 # Any below: samples and batches are whatever the user's functions return
@@ -56,14 +60,19 @@ class UserTransforms:
         seed: int,
         nested: bool,
         skip: bool,
+        decoder: ValueDecoder | None = None,
     ) -> None:
-        """`skip`: samples that `transform` fails for are left out, unless it never succeeds."""
+        """`skip`: samples that `transform` fails for are left out, unless it never succeeds; so are
+        those that `decoder` fails for.
+        """
         given = {
             "collate_fn": collate_fn,
             "transform": transform,
             "batch_transform": batch_transform,
         }
         self.names = [name for name, function in given.items() if function is not None]
+        self.names += ["decode"] if decoder is not None and decoder.images else []
+        self._decoder = decoder
         self._collate, self._seed, self._nested, self._skip = collate_fn, seed, nested, skip
         self._transform, self._batch_transform = transform, batch_transform
         self._worked, self._failures = False, 0  # of transform, in this process
@@ -73,18 +82,45 @@ class UserTransforms:
 
     def __call__(self, task: Task) -> Worked:
         """The finished batch. Raises what the functions raise, with a note of which samples."""
-        made: Any = task.batch
         errors: list[Exception] = []
+        if self._decoder is not None:
+            task = self._decoded(self._decoder, task, errors)
+            if not len(task.rows):
+                return Worked(None, len(errors), _brief(errors), empty=True, undecoded=True)
+        made: Any = task.batch
+        undecoded = bool(errors)
         if self._transform is not None or self._collate is not None or task.single:
             samples = self._transformed(task, errors)
             if not samples:
-                return Worked(None, len(errors), _brief(errors), empty=True)
+                return Worked(None, len(errors), _brief(errors), empty=True, undecoded=undecoded)
             made = self._collated(task, samples)
         if self._nested and isinstance(made, dict):
             made = {k: v.nested() if isinstance(v, Ragged) else v for k, v in made.items()}
         if self._batch_transform is not None:
             made = self._whole(task, made)
-        return Worked(made, len(errors), _brief(errors))
+        return Worked(made, len(errors), _brief(errors), undecoded=undecoded)
+
+    def _decoded(self, decoder: ValueDecoder, task: Task, errors: list[Exception]) -> Task:
+        """The same batch of values. Samples that cannot be decoded are left out, or raise."""
+        found = decoder.batch(task.batch, len(task.indices))
+        if not found.failed:
+            return replace(task, batch=found.batch)
+        for row, error in found.failed.items():
+            where = f"position {task.start + task.rows[row]} of epoch {task.epoch}"
+            said = f"sample {task.indices[row]} ({where}) cannot be decoded: {error}"
+            if not self._skip:
+                raise IntegrityError(
+                    f"{said}. The loader stands before this batch; "
+                    'on_error="skip" leaves such samples out.'
+                ) from error
+            errors.append(IntegrityError(said))
+        rows = [row for row in range(len(task.indices)) if row not in found.failed]
+        return replace(
+            task,
+            batch=found.batch,
+            indices=task.indices[rows],
+            rows=[task.rows[row] for row in rows],
+        )
 
     def _transformed(self, task: Task, errors: list[Exception]) -> list[Any]:
         """The samples; those that `transform` fails for are left out and go into `errors`."""
@@ -113,6 +149,8 @@ class UserTransforms:
         try:
             if task.single:
                 return self._collate(samples[0]) if self._collate is not None else samples[0]
+            if self._collate is None and self._decoder is not None:
+                return self._decoder.collate(samples, default_collate)
             return (self._collate or default_collate)(samples)
         except Exception as error:
             what = "collate_fn" if self._collate is not None else "torch's default_collate"
@@ -143,7 +181,7 @@ def _brief(errors: Sequence[Exception]) -> str:
     if not errors:
         return ""
     note = " ".join(getattr(errors[0], "__notes__", ())[-1:])
-    return f"{type(errors[0]).__name__}: {errors[0]} ({note})"
+    return f"{type(errors[0]).__name__}: {errors[0]}" + (f" ({note})" if note else "")
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from hpstore.loaders.dataset.fields import Field
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.dataset.fields import Field, mask_name
 from hpstore.units import MIB, round_up
 
 
@@ -79,7 +81,8 @@ def jagged(values: torch.Tensor, offsets: torch.Tensor, known: torch.Tensor) -> 
     return made
 
 
-BatchValue: TypeAlias = torch.Tensor | Ragged | list[str]
+# Any: texts, what JSON holds, images of different sizes, None
+BatchValue: TypeAlias = torch.Tensor | Ragged | list[Any]
 Batch = dict[str, BatchValue]
 
 
@@ -97,12 +100,45 @@ def nbytes_of(batch: Batch) -> int:
 def samples_of(batch: Batch, fields: Mapping[str, Field], count: int) -> list[dict[str, Any]]:
     """The samples of a batch as Dataset.__getitem__ has them: views, bytes and str as objects."""
     columns: dict[str, list[Any]] = {}
-    for name, value in batch.items():
-        if isinstance(value, Ragged) and fields[name].dtype == "bytes":
+    for name, made in fields.items():
+        value = batch[name]
+        if isinstance(value, Ragged) and made.is_bytes:
             columns[name] = [one.numpy().tobytes() for one in value]
         else:
             columns[name] = list(value)
+        if made.optional:
+            there = mask_of(batch, name)
+            columns[name] = [v if t else None for v, t in zip(columns[name], there, strict=True)]
     return [{name: columns[name][row] for name in columns} for row in range(count)]
+
+
+def mask_of(batch: Batch, name: str) -> list[bool]:
+    """Which rows of an optional field have a value."""
+    mask = batch[mask_name(name)]
+    assert isinstance(mask, torch.Tensor)
+    found: list[bool] = mask.tolist()
+    return found
+
+
+def chosen_rows(value: BatchValue, rows: Sequence[int]) -> BatchValue:
+    """Some rows of a value, in this order; copies."""
+    if isinstance(value, list):
+        return [value[row] for row in rows]
+    if isinstance(value, Ragged):
+        values = [value[row] for row in rows]
+        ends = torch.tensor([0, *map(len, values)]).cumsum(0)
+        return Ragged(torch.cat(values) if values else value.values[:0], ends)
+    out = torch.empty((len(rows), *value.shape[1:]), dtype=value.dtype)
+    row_bytes(out)[:] = row_bytes(value)[list(rows)]
+    return out
+
+
+def row_bytes(tensor: torch.Tensor) -> Bytes:
+    """Its rows as bytes, (n, bytes of a row), over the same memory: torch has no index_put for
+    unsigned integers."""
+    flat = tensor.contiguous().reshape(len(tensor), math.prod(tensor.shape[1:]))
+    raw: Bytes = flat.view(torch.uint8).numpy()
+    return raw
 
 
 def slot_bytes(nbytes: int) -> int:

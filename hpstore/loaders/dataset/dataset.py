@@ -11,13 +11,17 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from hpstore.errors import ConfigError
+from hpstore.codec.galois import Bytes
+from hpstore.errors import ConfigError, IntegrityError
 from hpstore.loaders.dataset.assemble_fields import field_bytes
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
 from hpstore.loaders.dataset.dataset_versions import read_manifest, version_with
-from hpstore.loaders.dataset.fields import FieldKind, Value
+from hpstore.loaders.dataset.fields import Array, FieldKind, Value, mask_name
+from hpstore.loaders.dataset.image_decode import Decode, checked_decode
+from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.stored_manifests import require_pool
+from hpstore.loaders.dataset.value_decoder import ValueDecoder
 from hpstore.pool.pool import Pool
 
 Sample = dict[str, Value]
@@ -37,6 +41,8 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
     version
         Name of the version, such as "v1" (list_versions). Default: the newest. What is opened stays
         as it is, whatever the dataset is changed to, until its version is deleted.
+    decode
+        Which images are decoded: see DataLoader. None: none, they are bytes.
 
     Raises
     ------
@@ -59,14 +65,22 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         *,
         fields: Sequence[str] | None = None,
         version: str | None = None,
+        decode: Decode = None,
     ) -> None:
         pool = require_pool(pool, "a Dataset")
-        self._open(pool, name, read_manifest(pool, name, version), fields)
+        self._open(pool, name, read_manifest(pool, name, version), fields, decode)
 
     def _open(
-        self, pool: Pool, name: str, manifest: DatasetManifest, fields: Sequence[str] | None
+        self,
+        pool: Pool,
+        name: str,
+        manifest: DatasetManifest,
+        fields: Sequence[str] | None,
+        decode: Decode,
     ) -> None:
         super().__init__(pool, name, manifest, fields)
+        self.decode = decode
+        self._decoder = ValueDecoder(self.fields, checked_decode(decode, self.fields))
         self._wanted = None if fields is None else tuple(fields)
         _renew_at_fork(self)
 
@@ -86,7 +100,9 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         return self.manifest.metadata
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample: tensors (scalars 0-d or of their shape), bytes and str. Raises IndexError."""
+        """One sample: tensors (scalars 0-d or of their shape), bytes, str, what JSON holds, None.
+        Raises IndexError.
+        """
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
@@ -98,6 +114,7 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         rows = np.where((rows < 0) & (rows >= -len(self)), rows + len(self), rows)
         self._check_range(rows)
         columns: dict[str, Sequence[Value]] = {}
+        masks = {n: self.scalars(mask_name(n), rows) for n, f in self.fields.items() if f.optional}
         for name, made in self.fields.items():
             if made.kind is FieldKind.SCALAR:
                 columns[name] = made.as_tensor(self.scalars(name, rows)).unbind(0)
@@ -105,18 +122,37 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
             records, ragged = self.read_direct(stream, rows), self.locate(stream, rows).ragged
             for name, raw in field_bytes(stream.record, records, ragged).items():
                 if name in self.fields:
-                    columns[name] = [self.fields[name].as_value(value) for value in raw]
+                    columns[name] = self._values(name, rows, raw, masks.get(name))
+        for name, mask in masks.items():
+            there = zip(columns[name], mask.tolist(), strict=True)
+            columns[name] = [value if has else None for value, has in there]
         return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]
 
+    def _values(
+        self, name: str, rows: Int64s, raw: Sequence[Bytes], mask: Array | None
+    ) -> list[Value]:
+        """Values of large fields; those that are None are not looked at."""
+        if self.fields[name].is_plain and name not in self._decoder.images:
+            return [self.fields[name].as_value(value) for value in raw]
+        found: list[Value] = [None] * len(raw)
+        for row in range(len(raw)) if mask is None else np.flatnonzero(mask).tolist():
+            try:
+                found[row] = self._decoder.value(name, raw[row])
+            except IntegrityError as error:
+                where = f"sample {int(rows[row])} of data set {self.name!r}"
+                raise IntegrityError(f"{where}: {error}") from error
+        return found
+
     def __reduce__(self) -> tuple[object, ...]:
-        return (reopen_dataset, (self.pool, self.name, self._wanted, self.fingerprint))
+        wanted = (self.pool, self.name, self._wanted, self.fingerprint, self.decode)
+        return (reopen_dataset, wanted)
 
     def __repr__(self) -> str:
         return f"<hpstore data set {self.name!r}, {len(self)} samples, fields {list(self.fields)}>"
 
 
 def reopen_dataset(
-    pool: Pool, name: str, fields: tuple[str, ...] | None, fingerprint: str
+    pool: Pool, name: str, fields: tuple[str, ...] | None, fingerprint: str, decode: Decode = None
 ) -> Dataset:
     """The version with a fingerprint, which need not be the newest any more. ConfigError."""
     manifest = version_with(pool, name, fingerprint)
@@ -126,7 +162,7 @@ def reopen_dataset(
             "was opened. Open it again."
         )
     made = Dataset.__new__(Dataset)
-    made._open(pool, name, manifest, fields)
+    made._open(pool, name, manifest, fields, decode)
     return made
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ from hpstore.format.geometry import MAX_WIDTH, check_unit_bytes
 from hpstore.format.keys import check_key
 from hpstore.format.records import seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, MOST, brief, whole
-from hpstore.loaders.dataset.fields import Field, FieldKind, check_field_name
+from hpstore.loaders.dataset.fields import Field, FieldKind, check_field_name, stored_fields
 from hpstore.loaders.dataset.record_layout import FieldLayout, FixedPlan, Record, group_fields
 from hpstore.units import round_up
 
-FORMAT = 2
-FIRST_FORMAT = 1  # what data sets without a history are written in: an older hpstore reads them
+FORMAT = 1
+NEWEST_FORMAT = 2  # with versions, or fields that an older hpstore would not know: Field.is_plain
 KIND = "dataset"
 PART_KIND = "dataset-part"
 PREFIX = "data"
@@ -160,6 +160,18 @@ class DatasetManifest:
         return sum(part.rows for part in self.parts)
 
     @property
+    def stored(self) -> dict[str, Field]:
+        """Fields and masks, in the order of their columns."""
+        return stored_fields(self.fields)
+
+    @property
+    def format(self) -> int:
+        """The oldest format that will do: datasets without a history, of plain fields, stay readable
+        everywhere.
+        """
+        return NEWEST_FORMAT if self.version > 1 else format_of(self.fields.values())
+
+    @property
     def fingerprint(self) -> str:
         """Equal for the same samples in the same order with the same fields and layout."""
         facts = {**self.schema(), "rows": self.rows, "content": self.content}
@@ -178,7 +190,7 @@ class DatasetManifest:
         return seal(
             {
                 "kind": PART_KIND if self.part else KIND,
-                "format": FORMAT if history else FIRST_FORMAT,
+                "format": self.format,
                 **history,
                 **self.schema(),
                 "data": self.data,
@@ -197,10 +209,10 @@ class DatasetManifest:
     def decode(cls, data: bytes, *, where: str) -> DatasetManifest:
         """Inverse of encode. Raises ConfigError for another kind, IntegrityError, FormatTooNew."""
         _require_kind(data, where)
-        body: dict[str, Any] = unseal(data, where=where, users=True, newest=FORMAT)
+        body: dict[str, Any] = unseal(data, where=where, newest=NEWEST_FORMAT, users=True)
         try:
             made = cls(
-                fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},
+                fields={str(n): Field.from_json(raw) for n, *raw in body["fields"]},
                 layout=str(body["layout"]),
                 data=whole(body["data"], "data"),
                 compression=str(body["compression"]),
@@ -215,12 +227,19 @@ class DatasetManifest:
             if made.compression not in ("", *NAMES):
                 raise ValueError(f"compression {made.compression[:40]!r} is not known")
             _check_counts(made.fields, made.layout, made.data, made.parts)
+            if made.format > whole(body["format"], "format"):
+                raise ValueError(f"format {body['format']} has no such fields")
             same = made.rows == body["rows"] and made.fingerprint == body["fingerprint"]
         except MALFORMED as error:
             raise IntegrityError(f"{where}: manifest is malformed: {brief(error)}") from error
         if not same:
             raise IntegrityError(f"{where}: manifest does not have the fingerprint that it names")
         return made
+
+
+def format_of(fields: Iterable[Field]) -> int:
+    """Of a record with these fields."""
+    return FORMAT if all(made.is_plain for made in fields) else NEWEST_FORMAT
 
 
 def _check_counts(
@@ -237,8 +256,9 @@ def _check_counts(
     for name, made in fields.items():
         check_field_name(name)
         whole(made.row_bytes, f"the size of field {name!r}", most=MOST_RECORD_BYTES)
-    _, records = group_fields(fields, layout)
-    scalars = [str(n) for n, f in enumerate(fields.values()) if f.kind is FieldKind.SCALAR]
+    stored = stored_fields(fields)
+    _, records = group_fields(stored, layout)
+    scalars = [str(n) for n, f in enumerate(stored.values()) if f.kind is FieldKind.SCALAR]
     if not parts:
         raise ValueError("it has no parts")
     for part in parts:
@@ -305,9 +325,9 @@ def _require_kind(data: bytes, where: str) -> None:
     kind = body.get("kind") if isinstance(body, dict) else None
     if kind in (KIND, PART_KIND):
         found = body.get("format")
-        if isinstance(found, int) and found > FORMAT:
+        if isinstance(found, int) and found > NEWEST_FORMAT:
             raise FormatTooNew(
-                f"{where}: data set format {found}, this hpstore reads up to {FORMAT}"
+                f"{where}: data set format {found}, this hpstore reads up to {NEWEST_FORMAT}"
             )
         return
     if isinstance(body, dict) and "shards" in body:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import cmath
 import difflib
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.json_values import decode_value, encode_value
 
 SCALAR_BYTES = 64  # a fixed value up to this size stands in a column of its own, not in records
 MAX_VALUE_BYTES = (1 << 32) - 1  # of one ragged value: its length is stored as u32
 MAX_NAME_BYTES = 255
 # Any: arrays of every dtype pass through here
 Array = npt.NDArray[Any]
-Value = torch.Tensor | bytes | str
+Value = Any  # a tensor, bytes, str, what JSON holds, or None
 
 _NUMBERS = (
     "bool",
@@ -42,6 +44,13 @@ _NUMBERS = (
 )
 BFLOAT16 = "bfloat16"
 DTYPES = (*_NUMBERS, BFLOAT16, "bytes", "str")
+"""Those of manifests of format 1, which every hpstore reads."""
+JSON_DTYPES = ("json", "chat")
+MEDIA_DTYPES = ("image", "audio", "video")
+_BYTES = ("bytes", *MEDIA_DTYPES)
+_VALUES = ("str", *_BYTES, *JSON_DTYPES)  # one value of any length, without a shape
+ALL_DTYPES = (*DTYPES, *MEDIA_DTYPES, *JSON_DTYPES)
+_MEDIA_TYPE = re.compile(r"(image|audio|video|application)/[a-z0-9][a-z0-9.+-]{0,63}")
 
 
 class FieldKind(StrEnum):
@@ -59,9 +68,15 @@ class Field:
     Parameters
     ----------
     dtype
-        A numpy name, "bfloat16" (numpy arrays of it are raw uint16), "bytes" or "str".
+        A numpy name, "bfloat16" (numpy arrays of it are raw uint16), "bytes", "str", "json" (any
+        JSON value), "chat" (a list of messages), or "image", "audio", "video" (encoded bytes).
     shape
-        Shape of one sample's value. None as the first dimension makes it ragged.
+        Shape of one sample's value. None as the first dimension makes it ragged; of "str", (None,)
+        is a list of strings.
+    optional
+        None is a value, too.
+    media_type
+        Of "image", "audio" and "video": what every value is, such as "audio/flac". "": not said.
 
     Raises
     ------
@@ -71,16 +86,22 @@ class Field:
 
     dtype: str
     shape: tuple[int | None, ...] = ()
+    optional: bool = field(default=False, kw_only=True)
+    media_type: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
         name = self.dtype if isinstance(self.dtype, str) else np.dtype(self.dtype).name
-        if name not in DTYPES:
-            near = difflib.get_close_matches(name, DTYPES, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else f": choose of {', '.join(DTYPES)}"
+        if name not in ALL_DTYPES:
+            near = difflib.get_close_matches(name, ALL_DTYPES, 1)
+            choices = ", ".join(ALL_DTYPES)
+            hint = f"; did you mean {near[0]!r}?" if near else f": choose of {choices}"
             raise ConfigError(f"field dtype {name!r} is not known{hint}")
         shape = tuple(self.shape)
-        if name in ("bytes", "str") and shape:
+        if name in _VALUES and shape and (name, shape) != ("str", (None,)):
             raise ConfigError(f"a field of {name} has no shape, {shape} was given")
+        if not isinstance(self.optional, bool):
+            raise ConfigError(f"optional {self.optional!r} of a field: True or False")
+        _check_media_type(name, self.media_type)
         for place, size in enumerate(shape):
             ragged = size is None and place == 0
             if not ragged and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -94,15 +115,30 @@ class Field:
 
     @property
     def storage(self) -> np.dtype[Any]:
-        """The numpy dtype of stored elements, little-endian; uint8 for bytes and str."""
-        if self.dtype in ("bytes", "str"):
+        """The numpy dtype of stored elements, little-endian; uint8 for bytes and text."""
+        if self.dtype in _VALUES:
             return np.dtype(np.uint8)
         return np.dtype(np.uint16 if self.dtype == BFLOAT16 else self.dtype).newbyteorder("<")
 
     @property
     def is_ragged(self) -> bool:
         """Whether values differ in length."""
-        return self.dtype in ("bytes", "str") or (bool(self.shape) and self.shape[0] is None)
+        return self.dtype in _VALUES or (bool(self.shape) and self.shape[0] is None)
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether a value is bytes: of "bytes", "image", "audio", "video"."""
+        return self.dtype in _BYTES
+
+    @property
+    def is_json(self) -> bool:
+        """Whether a value is stored as JSON text: of "json", "chat", lists of strings."""
+        return self.dtype in JSON_DTYPES or (self.dtype == "str" and bool(self.shape))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether manifests of format 1 have such fields: a value is as the loader reads it."""
+        return self.dtype in DTYPES and not (self.optional or self.is_json)
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
@@ -123,7 +159,10 @@ class Field:
 
     def to_json(self) -> list[object]:
         """For a manifest."""
-        return [self.dtype, list(self.shape)]
+        options: dict[str, object] = {"optional": True} if self.optional else {}
+        if self.media_type:
+            options["media_type"] = self.media_type
+        return [self.dtype, list(self.shape), *([options] if options else [])]
 
     @classmethod
     def from_json(cls, raw: Sequence[Any]) -> Field:
@@ -132,7 +171,7 @@ class Field:
         Parameters
         ----------
         raw
-            Dtype and shape.
+            Dtype and shape, and options where there are some.
 
         Returns
         -------
@@ -144,8 +183,13 @@ class Field:
         ConfigError
             They are not those of a field.
         """
-        dtype, shape = raw
-        return cls(str(dtype), tuple(shape))
+        if len(raw) == 2:
+            return cls(str(raw[0]), tuple(raw[1]))
+        dtype, shape, options = raw
+        odd = set(options) - {"optional", "media_type"}
+        if odd:
+            raise ConfigError(f"field option {sorted(odd)[0]!r} is not known")
+        return cls(str(dtype), tuple(shape), **options)
 
     def as_value(self, raw: Bytes) -> Value:
         """Make a value of its stored bytes.
@@ -157,11 +201,18 @@ class Field:
 
         Returns
         -------
-        torch.Tensor or bytes or str
-            A tensor of the field's shape over the memory of `raw`; bytes and str are copies.
+        torch.Tensor or bytes or str or what JSON holds
+            A tensor of the field's shape over the memory of `raw`; all else are copies.
+
+        Raises
+        ------
+        ValueError
+            The bytes are no value of a field of text.
         """
-        if self.dtype == "bytes":
+        if self.dtype in _BYTES:
             return raw.tobytes()
+        if self.is_json:
+            return decode_value(self.dtype, raw.tobytes())
         if self.dtype == "str":
             return raw.tobytes().decode()
         lead = (-1,) if self.is_ragged and len(raw) else (0,) if self.is_ragged else ()
@@ -202,6 +253,16 @@ class Field:
         return tensor.view(torch.bfloat16) if self.dtype == BFLOAT16 else tensor
 
 
+def _check_media_type(dtype: str, media_type: object) -> None:
+    """Raise ConfigError unless a field of this dtype may record this."""
+    if media_type == "":
+        return
+    if dtype not in MEDIA_DTYPES:
+        raise ConfigError(f"a field of {dtype} has no media_type, {media_type!r} was given")
+    if not isinstance(media_type, str) or not _MEDIA_TYPE.fullmatch(media_type):
+        raise ConfigError(f"media_type {media_type!r}: give one such as 'audio/flac'")
+
+
 def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
     """The fields of a new dataset, in order. Raises ConfigError."""
     if not isinstance(fields, Mapping):
@@ -212,7 +273,29 @@ def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
         if not isinstance(made, Field):
             raise ConfigError(f"field {name!r} is a {type(made).__name__}, not a Field")
         check_field_name(name)
+    stored_fields(fields)
     return dict(fields)
+
+
+def mask_name(name: str) -> str:
+    """The field of bools, True where there is a value, that goes with an optional field."""
+    return f"{name}_mask"
+
+
+def stored_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
+    """What is stored for these: them and, behind each optional one, its mask. ConfigError where a
+    mask has another field's name.
+    """
+    found: dict[str, Field] = {}
+    for name, made in fields.items():
+        found[name] = made
+        if made.optional:
+            mask = mask_name(name)
+            if mask in fields:
+                raise ConfigError(f"field {mask!r} has the name of the mask of {name!r}: rename it")
+            check_field_name(mask)
+            found[mask] = Field("bool")
+    return found
 
 
 def check_field_name(name: object) -> None:
@@ -261,6 +344,8 @@ def as_array(field: Field, value: object) -> Array:
             array = array.view(np.uint16)  # another package's dtype of the same bits
     elif isinstance(value, bool | int | float | complex) and field.shape == ():
         return _number(field, value)
+    elif isinstance(value, list) and field.shape:
+        return _list_of_numbers(field, value)
     else:
         raise ConfigError(
             f"is a {type(value).__name__}; give a numpy array or a tensor of {field.dtype}"
@@ -268,6 +353,29 @@ def as_array(field: Field, value: object) -> Array:
     if array.dtype != field.storage and array.dtype.newbyteorder("<") != field.storage:
         raise ConfigError(f"has dtype {array.dtype.name}, the field has {field.dtype}")
     return array
+
+
+def _list_of_numbers(field: Field, value: list[Any]) -> Array:
+    """Python numbers as the field's dtype, in lists of its shape. Raises ConfigError."""
+    try:
+        found = np.array(value) if value else np.empty((0, *field.inner_shape), field.storage)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"is a list that is no array: {error}") from error
+    order = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
+    wanted = 2 if field.dtype == BFLOAT16 else order[field.storage.kind]
+    level = order.get(found.dtype.kind, 9) if value else wanted
+    if level > wanted or (level == 0) != (wanted == 0):
+        raise ConfigError(f"is a list of {found.dtype.name}, the field has {field.dtype}")
+    if field.dtype == BFLOAT16:
+        made: Array = torch.tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
+        return made
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = found.astype(field.storage)
+    if wanted == 1 and not np.array_equal(made, found):
+        raise ConfigError(f"has numbers that do not fit {field.dtype}")
+    if np.isfinite(made).sum() != np.isfinite(found).sum():
+        raise ConfigError(f"has numbers that are infinite as {field.dtype}")
+    return made
 
 
 def _number(field: Field, value: complex) -> Array:
@@ -324,14 +432,21 @@ def fixed_value(name: str, field: Field, value: object, where: str) -> Array:
 
 def ragged_value(name: str, field: Field, value: object, where: str) -> Bytes:
     """The bytes of one ragged value, (n,) uint8. Raises ConfigError."""
-    if field.dtype == "str":
+    if value is BLANK:
+        return _EMPTY
+    if field.is_json:
+        try:
+            raw = np.frombuffer(encode_value(field.dtype, value), np.uint8)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: field {name!r} {error}") from None
+    elif field.dtype == "str":
         if not isinstance(value, str):
             raise ConfigError(f"{where}: field {name!r} is a {type(value).__name__}, not a str")
         try:
             raw = np.frombuffer(value.encode(), np.uint8)
         except UnicodeEncodeError as error:
             raise ConfigError(f"{where}: field {name!r} is not valid Unicode: {error}") from None
-    elif field.dtype == "bytes":
+    elif field.is_bytes:
         raw = _raw_bytes(name, value, where)
     else:
         try:
@@ -352,6 +467,8 @@ def ragged_value(name: str, field: Field, value: object, where: str) -> Bytes:
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)
+BLANK = object()
+"""In the place of a ragged value that is None: no bytes."""
 
 
 def _raw_bytes(name: str, value: object, where: str) -> Bytes:

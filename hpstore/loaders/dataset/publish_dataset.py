@@ -231,7 +231,7 @@ def joined_content(
     `schema`: a manifest with the same fields and layout.
     """
     content = ContentDigest()
-    _, records = group_fields(schema.fields, schema.layout)
+    _, records = group_fields(schema.stored, schema.layout)
     for part in parts:
         for number, (stream, record) in enumerate(records.items()):
             dtypes = side_dtypes(record)
@@ -243,7 +243,7 @@ def joined_content(
                 check_hash(key, data, wanted)
                 tables = decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
                 content.add_side(stream, record, tables)
-        for column, field in enumerate(schema.fields):
+        for column, field in enumerate(schema.stored):
             for cut, wanted in enumerate(part.columns.get(str(column), ())):
                 key = column_key(name, part.column_nonce(str(column)), str(column), cut)
                 data = pool.get(key)

@@ -27,7 +27,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     shard_key,
     side_key,
 )
-from hpstore.loaders.dataset.fields import Array, Field, FieldKind
+from hpstore.loaders.dataset.fields import Array, Field, FieldKind, stored_fields
 from hpstore.loaders.dataset.index_tables import (
     PAGE_MAGIC,
     SIDE_MAGIC,
@@ -72,7 +72,8 @@ from hpstore.units import div_ceil
 class StoredData(Closing):
     """The arrays of one dataset or part. Thread-safe; survives a fork.
 
-    `wanted`: names of the fields that are used; streams without one of them are left out.
+    `wanted`: names of the fields that are used; streams without one of them are left out. `stored`:
+    these and their masks.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class StoredData(Closing):
             )
         names = list(manifest.fields) if wanted is None else list(dict.fromkeys(wanted))
         self.fields = {field: manifest.fields[field] for field in names}
-        _, records = group_fields(manifest.fields, manifest.layout)
+        every, self.stored = manifest.stored, stored_fields(self.fields)
+        _, records = group_fields(every, manifest.layout)
         streams = [
             make_stream(number, stream, record, manifest.parts, manifest.data, manifest.compression)
             for number, (stream, record) in enumerate(records.items())
@@ -97,11 +99,9 @@ class StoredData(Closing):
         self._cuts = [
             (part, number, rows) for part in manifest.parts for number, rows in enumerate(part.cuts)
         ]
-        scalars = [n for n, f in self.fields.items() if f.kind is FieldKind.SCALAR]
-        columns = column_names(list(manifest.fields), scalars)
-        self._columns = {
-            n: self._column_table(manifest.fields[n], column) for n, column in columns.items()
-        }
+        scalars = [n for n, f in self.stored.items() if f.kind is FieldKind.SCALAR]
+        columns = column_names(list(every), scalars)
+        self._columns = {n: self._column_table(every[n], column) for n, column in columns.items()}
         self._order = self._column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
         self._readers, self._closed = self._closed_shards(), False

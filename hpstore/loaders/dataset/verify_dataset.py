@@ -209,4 +209,4 @@ class _Verification:
         check_hash(key, data, wanted)
         self._report.bytes += len(data)
         if column != ORDER:
-            self._content.add_column(list(self._data.manifest.fields)[int(column)], data)
+            self._content.add_column(list(self._data.manifest.stored)[int(column)], data)

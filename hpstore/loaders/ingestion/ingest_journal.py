@@ -14,12 +14,18 @@ from typing import Any, Self
 from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
 from hpstore.format.records import seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
-from hpstore.loaders.dataset.dataset_manifest import PREFIX, DatasetPart, journal_key
+from hpstore.loaders.dataset.dataset_manifest import (
+    NEWEST_FORMAT,
+    PREFIX,
+    DatasetPart,
+    format_of,
+    journal_key,
+)
+from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.write_order import IngestPosition
 from hpstore.pool.pool import Pool
 
-FORMAT = 1
 KIND = "ingest"
 
 
@@ -54,7 +60,7 @@ class Progressed:
         return seal(
             {
                 "kind": KIND,
-                "format": FORMAT,
+                "format": _format(self.plan),
                 "source": self.source,
                 "plan": dict(self.plan),
                 "place": self.place.to_json(),
@@ -68,7 +74,7 @@ class Progressed:
     @classmethod
     def decode(cls, data: bytes, *, where: str) -> Self:
         """Inverse of encode. Raises IntegrityError, FormatTooNew."""
-        body: dict[str, Any] = unseal(data, where=where)
+        body: dict[str, Any] = unseal(data, where=where, newest=NEWEST_FORMAT)
         try:
             return cls(
                 source=str(body["source"]),
@@ -84,6 +90,11 @@ class Progressed:
             )
         except MALFORMED as error:
             raise IntegrityError(f"{where}: journal is malformed: {brief(error)}") from error
+
+
+def _format(plan: Mapping[str, Any]) -> int:
+    """That of a manifest with the fields of the plan."""
+    return format_of(Field.from_json(raw) for _, *raw in plan.get("fields", ()))
 
 
 class Journal:

@@ -21,7 +21,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     nonce_of,
 )
 from hpstore.loaders.dataset.dataset_versions import read_manifest
-from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.fields import Field, stored_fields
 from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import group_fields
@@ -65,13 +65,14 @@ class PartsWriter:
 
     def __init__(self, target: Target, start: Progressed, journal: Journal) -> None:
         self._target, self._journal = target, journal
-        layout, records = group_fields(target.fields, target.layout)
+        stored = stored_fields(target.fields)
+        layout, records = group_fields(stored, target.layout)
         compression = checked_compression(target.compression)
         if target.unit_bytes is not None:
             width = target.pool.data + target.pool.parity
             check_unit(target.pool.config, width, target.unit_bytes)
         self._options = PartOptions(
-            fields=target.fields,
+            fields=stored,
             records=records,
             shard_bytes=target.shard_bytes,
             unit_bytes=target.unit_bytes,

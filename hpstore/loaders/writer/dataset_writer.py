@@ -10,6 +10,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import (
@@ -29,9 +31,12 @@ from hpstore.loaders.dataset.fields import (
     check_names,
     fixed_rows,
     fixed_value,
+    mask_name,
     ragged_rows,
     ragged_value,
+    stored_fields,
 )
+from hpstore.loaders.dataset.optional_values import blank, filled, take_masks
 from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, group_fields
@@ -130,7 +135,7 @@ class DatasetWriter(Closing):
             self._seed, unit_bytes = self._base.shuffle_seed, None
         elif self.label:
             raise ConfigError("version= names what append=True makes; a new data set begins at v1")
-        self.layout, records = group_fields(self.fields, layout)
+        self.layout, records = group_fields(stored_fields(self.fields), layout)
         self.compression = checked_compression(compression)
         shard_bytes = bytes_argument("shard_bytes", shard_bytes, least=1)
         if unit_bytes is not None:
@@ -139,7 +144,7 @@ class DatasetWriter(Closing):
         self._key = manifest_key(name) if part is None else part_key(name, part)
         self._version = None if append else self._version_there()
         self._options = PartOptions(
-            fields=self.fields,
+            fields=stored_fields(self.fields),
             records=records,
             shard_bytes=shard_bytes,
             unit_bytes=unit_bytes,
@@ -171,7 +176,8 @@ class DatasetWriter(Closing):
         ----------
         sample
             A value for each field: an array or a CPU tensor of the field's dtype and shape, bytes,
-            str or, for a field of one number, a number. Values are copied before the return.
+            str, what JSON holds or, for a field of one number, a number; None where it is optional.
+            Values are copied before the return.
 
         Returns
         -------
@@ -196,7 +202,9 @@ class DatasetWriter(Closing):
         ----------
         batch
             Values of n samples by field. Fixed fields: arrays (n, *shape), or lists of n values;
-            ragged fields: lists of n values. They are copied before the return.
+            ragged fields: lists of n values. Of optional fields lists with None, or beside the
+            values `<name>_mask`, bools (n,) that are True where there is one. They are copied
+            before the return.
 
         Returns
         -------
@@ -210,14 +218,18 @@ class DatasetWriter(Closing):
         """
         self._usable()
         where = f"batch at sample {self._rows}"
+        batch, masks = take_masks(batch, self.fields, where)
         check_names(batch, self.fields, where)
         arrays: dict[str, Array] = {}
         ragged: dict[str, list[Bytes]] = {}
         for name, made in self.fields.items():
+            values = batch[name]
+            if made.optional:
+                values, arrays[mask_name(name)] = filled(made, values, masks.get(name))
             if made.kind is FieldKind.RAGGED:
-                ragged[name] = ragged_rows(name, made, batch[name], where)
+                ragged[name] = ragged_rows(name, made, values, where)
             else:
-                arrays[name] = fixed_rows(name, made, batch[name], where)
+                arrays[name] = fixed_rows(name, made, values, where)
         counts = {name: len(values) for name, values in (arrays | ragged).items()}
         if len(set(counts.values())) > 1:
             raise ConfigError(f"{where}: fields have different numbers of rows: {counts}")
@@ -380,10 +392,14 @@ def checked_sample(
     batch: dict[str, Array] = {}
     ragged: dict[str, list[Bytes]] = {}
     for name, made in fields.items():
+        value = sample[name]
+        if made.optional:
+            batch[mask_name(name)] = np.array([value is not None])
+            value = blank(made) if value is None else value
         if made.kind is FieldKind.RAGGED:
-            ragged[name] = [ragged_value(name, made, sample[name], where)]
+            ragged[name] = [ragged_value(name, made, value, where)]
         else:
-            batch[name] = fixed_value(name, made, sample[name], where)[None]
+            batch[name] = fixed_value(name, made, value, where)[None]
     return batch, ragged
 
 

@@ -53,13 +53,13 @@ def copy_in_order(
     for rows in _chunks(data, order):
         batch: dict[str, Array] = {}
         ragged: dict[str, list[Bytes]] = {}
-        for name, field in data.fields.items():
+        for name, field in data.stored.items():
             if field.kind is FieldKind.SCALAR:
                 batch[name] = data.scalars(name, rows)
         for stream in data.streams:
             records, places = data.read_records(stream, rows)
             for name, values in field_bytes(stream.record, records, places.ragged).items():
-                field = data.fields[name]
+                field = data.stored[name]
                 if field.kind is FieldKind.RAGGED:
                     ragged[name] = values
                 else:

@@ -212,7 +212,7 @@ class DatasetStore(BlockingStore):
             dataset = reopen_dataset(self._pool(), self.name, None, self._fingerprint)
         arrays = {
             name: ArrayView(name=name, field=made, rows=len(dataset))
-            for name, made in dataset.fields.items()
+            for name, made in dataset.stored.items()
             if not made.is_ragged
         }
         self._fingerprint = dataset.fingerprint
