@@ -11,7 +11,7 @@ import pytest
 
 import hpstore
 from hpstore.errors import IngestError
-from hpstore.loaders import Dataset, ingest
+from hpstore.loaders import Dataset, Field, ingest
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -25,19 +25,45 @@ COLUMNS = {
     ),
     "inside": lambda: pa.array([[1, 2], [None], [3]]),
 }
+SHAPES: dict[str, tuple[int | None, ...]] = {
+    "fixed lists": (2,),
+    "lists of fixed lists": (None, 2),
+}
 
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_a_null_list_is_a_bad_record(pool: hpstore.Pool, tmp_path: Path, name: str) -> None:
-    """As a null anywhere else: named, or left out."""
+    """As a null anywhere else where the field is not optional: named, or left out."""
     column = COLUMNS[name]()
+    fields = {"c": Field("int64", SHAPES.get(name, (None,)))}
     pq.write_table(pa.table({"c": column}), tmp_path / "n.parquet")
     with pytest.raises(IngestError, match="holds a null: 'c'"):
-        ingest(pool, "s", tmp_path / "n.parquet")
-    ingest(pool, "t", tmp_path / "n.parquet", on_error="skip", shuffle=False)
+        ingest(pool, "s", tmp_path / "n.parquet", fields=fields)
+    ingest(pool, "t", tmp_path / "n.parquet", fields=fields, on_error="skip", shuffle=False)
     with Dataset(pool, "t") as found:
         values = [np.asarray(found[i]["c"]).tolist() for i in range(len(found))]
     assert values == [row for row in column.to_pylist() if row and row != [None]]
+
+
+@pytest.mark.parametrize("name", [name for name in COLUMNS if name != "inside"])
+@pytest.mark.parametrize("file", ["n.parquet", "n.arrow", "stream.arrow"])
+def test_a_column_with_nulls_is_optional(
+    pool: hpstore.Pool, tmp_path: Path, name: str, file: str
+) -> None:
+    """None where the null was, and a column that merely could have one is as ever."""
+    column = COLUMNS[name]()
+    table = pa.table({"c": column, "x": [1, 2, 3], "e": [[1], [], [2]]})
+    if file.endswith(".parquet"):
+        pq.write_table(table, tmp_path / file)
+    else:
+        maker = pa.ipc.new_stream if file == "stream.arrow" else pa.ipc.new_file
+        with maker(str(tmp_path / file), table.schema) as out:
+            out.write_table(table)
+    ingest(pool, "t", tmp_path / file, shuffle=False)
+    with Dataset(pool, "t") as found:
+        assert [found.fields[n].optional for n in ("c", "x", "e")] == [True, False, False]
+        values = [sample["c"] for sample in found.__getitems__(range(3))]
+    assert [None if v is None else v.tolist() for v in values] == column.to_pylist()
 
 
 def test_empty_batches_of_a_stream_are_nothing(pool: hpstore.Pool, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import hpstore
 from hpstore.errors import ConfigError, IngestError
-from hpstore.loaders import Dataset, ingest, open_source
+from hpstore.loaders import Dataset, Field, ingest, open_source
 from hpstore.loaders.ingestion.sample_source import BlockwiseSource
 from hpstore.pool.pool import Pool
 
@@ -107,7 +107,8 @@ def test_a_shuffled_table_has_every_row_once(pool: Pool, tmp_path: Path) -> None
 
 
 def test_nulls_are_bad_records_by_file_and_row(pool: Pool, tmp_path: Path) -> None:
-    """A null in a column, and one inside a list; columns that are not taken may have some."""
+    """A null in a column that is said not to be optional, and one inside a list; columns that are
+    not taken may have some."""
     table = pa.table(
         {
             "a": [1, None, 3, 4],
@@ -117,9 +118,10 @@ def test_nulls_are_bad_records_by_file_and_row(pool: Pool, tmp_path: Path) -> No
         }
     )
     write(tmp_path / "t.parquet", table)
+    fields = {"a": Field("int64"), "l": Field("int64", (None,)), "s": Field("str")}
     with pytest.raises(IngestError, match=r"t.parquet: block 0 row 1: it holds a null: 'a'"):
-        ingest(pool, "t", tmp_path / "t.parquet", fields=["a", "l", "s"], shuffle=False)
-    report = ingest(pool, "t", tmp_path / "t.parquet", fields=["a", "l", "s"], on_error="skip")
+        ingest(pool, "t", tmp_path / "t.parquet", fields=fields, shuffle=False)
+    report = ingest(pool, "t", tmp_path / "t.parquet", fields=fields, on_error="skip")
     assert sorted(s.problem for s in report.skipped) == [
         "it holds a null: 'a'",
         "it holds a null: 'l'",
@@ -145,8 +147,8 @@ def test_a_damaged_file_is_named_and_the_others_are_read(pool: Pool, tmp_path: P
 
 
 def test_columns_that_no_field_holds_are_named(pool: Pool, tmp_path: Path) -> None:
-    """A map, a list of lists of strings; without them the rest is taken."""
-    table = pa.table({"a": [1, 2], "deep": [[["x"]], [["y"]]]})
+    """A map, a list of bytes; without them the rest is taken."""
+    table = pa.table({"a": [1, 2], "deep": [[b"x"], [b"y"]]})
     write(tmp_path / "t.parquet", table)
     with pytest.raises(ConfigError, match="column 'deep' is list"):
         ingest(pool, "t", tmp_path / "t.parquet")

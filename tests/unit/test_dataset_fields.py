@@ -108,7 +108,7 @@ def test_a_missing_and_an_extra_field_are_named() -> None:
     [
         (Field("uint8", (2, 3)), np.zeros((2, 4), np.uint8), r"shape \(2, 4\), the field has"),
         (Field("uint8", (2, 3)), np.zeros((2, 3), np.int8), "dtype int8, the field has uint8"),
-        (Field("float32", (2,)), [1.0, 2.0], "is a list; give a numpy array"),
+        (Field("float32", (2,)), [1.0, "x"], "is a list of str"),
         (Field("float32", (2,)), np.zeros(2, np.float64), "dtype float64"),
         (Field("float32", (2,)), torch.zeros(2, dtype=torch.bfloat16), "dtype bfloat16"),
         (Field("bfloat16", (2,)), torch.zeros(2), "dtype float32, the field has bfloat16"),

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from hpstore.errors import ConfigError, IngestError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_nested import Convert, has_null, json_column, with_none
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
@@ -44,11 +45,13 @@ class _Block:
 
 
 class ArrowTables(BlockwiseSource):
-    """Rows of Parquet or Arrow files. Nulls are bad records; a file that cannot be opened is one.
+    """Rows of Parquet or Arrow files. A file that cannot be opened is a bad record.
 
     Numbers and booleans become scalars, dates, times and durations ints in their own unit, strings
     and binaries str and bytes, lists of numbers ragged arrays, fixed-size lists arrays, and a
-    struct with a binary `bytes` (as Hugging Face writes images) bytes.
+    struct with a binary `bytes` (as Hugging Face writes images) bytes. Lists of strings are that,
+    other lists and structs of what JSON has are JSON. A column that has a null is optional, unless
+    the user says that it is not: then, as inside lists of numbers, nulls are bad records.
     """
 
     kind = "parquet"
@@ -68,6 +71,8 @@ class ArrowTables(BlockwiseSource):
         rows = [block.rows for block in self._blocks]
         self.length = None if None in rows else sum(r for r in rows if r is not None)
         self._names: list[str] = list(self._schema.names)
+        self._types: Mapping[str, Field] = {}
+        self._nulls: dict[str, bool] = {}
 
     def _named(self, metadata: Path) -> list[str]:
         """The files that a `_metadata` of Parquet names. Raises IngestError."""
@@ -100,12 +105,35 @@ class ArrowTables(BlockwiseSource):
         self._blocks += [_Block(file=file, part=i, rows=count) for i, count in enumerate(rows)]
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
-        del types  # the source has its own
+        self._types = types  # whether they are optional, and codes of dictionaries: else its own
         self._names = [name for name in self._schema.names if name in names]
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {name: _column(self._arrow, self._schema.field(name))[0] for name in self._names}
+        return {name: self._column(name)[0] for name in self._names}
+
+    def _column(self, name: str) -> tuple[Field, Convert]:
+        """The field of a column, and how its values are made."""
+        made, convert = _column(self._arrow, self._schema.field(name))
+        told = self._types.get(name)
+        if told is None and name not in self._nulls:
+            self._nulls[name] = any(self._has_null(block, name) for block in self._blocks)
+        if told.optional if told is not None else self._nulls[name]:
+            return replace(made, optional=True), with_none(convert)
+        return made, convert
+
+    def _has_null(self, block: _Block, name: str) -> bool:
+        """Whether a column has a null in a block; of one that cannot be read, reading tells."""
+        if block.problem:
+            return False
+        try:
+            found = _null_by_statistics(self._arrow, block, name)
+            if found is None:
+                batches = _batches(self._arrow, block, [name])
+                found = any(batch.column(0).null_count for batch in batches)
+        except (self._arrow.ArrowException, OSError, *MALFORMED):
+            return False
+        return found
 
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every file."""
@@ -120,12 +148,14 @@ class ArrowTables(BlockwiseSource):
                 start:
             ]
             return
-        columns = {n: _column(self._arrow, self._schema.field(n))[1] for n in self._names}
+        found_columns = {n: self._column(n) for n in self._names}
+        columns = {n: convert for n, (_, convert) in found_columns.items()}
+        optional = {n for n, (made, _) in found_columns.items() if made.optional}
         try:
             for batch in _batches(self._arrow, found, self._names):
                 batch.validate(full=True)  # offsets that lie lead to other memory
                 if number + batch.num_rows > start:
-                    rows = _samples(batch, columns)
+                    rows = _samples(batch, columns, optional)
                     for row, (sample, problem) in enumerate(rows, number):
                         if row >= start:
                             yield SourceItem(
@@ -218,7 +248,16 @@ def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
             yield arrow.ipc.open_file(mapped).get_batch(block.part).select(list(names))
 
 
-Convert = Callable[[Any], Sequence[object]]  # an Arrow array without nulls to one value a row
+def _null_by_statistics(arrow: Any, block: _Block, name: str) -> bool | None:
+    """Whether the statistics of a row group count nulls; None: only reading tells."""
+    if not _is_parquet(block.file):
+        return None
+    with arrow.parquet.ParquetFile(block.file) as opened:
+        group = opened.metadata.row_group(block.part)
+        leaves = [group.column(place) for place in range(group.num_columns)]
+        found = {one.path_in_schema: one.statistics for one in leaves}
+        mine = {p: s for p, s in found.items() if p == name or p.startswith(f"{name}.")}
+        return has_null(mine, name)
 
 
 def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
@@ -240,6 +279,8 @@ def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
         return Field("int32"), lambda column: _numbers(column.cast(arrow.int32()))
     if t.is_fixed_size_list(kind):
         return _fixed_lists(arrow, field)
+    if (nested := _json_column(arrow, kind)) is not None:
+        return nested
     if t.is_list(kind) or t.is_large_list(kind):
         inner, convert = _column(arrow, kind.value_field.with_name(field.name))
         if not inner.is_ragged:
@@ -250,6 +291,21 @@ def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
     raise ConfigError(
         f"column {field.name!r} is {kind}, which no field can hold; leave it out with fields="
     )
+
+
+def _json_column(arrow: Any, kind: Any) -> tuple[Field, Convert] | None:
+    """Of lists and structs that are no arrays of numbers."""
+    t = arrow.types
+    if (t.is_list(kind) or t.is_large_list(kind)) and _is_array(arrow, kind.value_type):
+        return None
+    return json_column(arrow, kind)
+
+
+def _is_array(arrow: Any, kind: Any) -> bool:
+    """Whether values of this type are numbers, or arrays of one size."""
+    if arrow.types.is_fixed_size_list(kind):
+        return _is_array(arrow, kind.value_type)
+    return bool(arrow.types.is_primitive(kind))
 
 
 def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
@@ -288,25 +344,27 @@ def _ragged(column: Any, convert: Convert) -> Sequence[object]:
 
 
 def _samples(
-    batch: Any, columns: dict[str, Convert]
+    batch: Any, columns: dict[str, Convert], optional: Collection[str]
 ) -> Iterator[tuple[dict[str, object] | None, str]]:
     """Samples of a batch, or what is wrong with each. Whole columns at once where none is null."""
     try:
-        if any(batch.column(name).null_count for name in columns):
+        if any(batch.column(name).null_count for name in columns if name not in optional):
             raise _NullInside
         values = {name: convert(batch.column(name)) for name, convert in columns.items()}
     except _NullInside:
         if batch.num_rows > 1:
             for row in range(batch.num_rows):
-                yield from _samples(batch.slice(row, 1), columns)
+                yield from _samples(batch.slice(row, 1), columns, optional)
         else:
-            yield None, "it holds a null: " + ", ".join(_null_columns(batch, columns))
+            yield None, "it holds a null: " + ", ".join(_null_columns(batch, columns, optional))
         return
     for found in zip(*values.values(), strict=True):
         yield dict(zip(values, found, strict=True)), ""
 
 
-def _null_columns(batch: Any, columns: dict[str, Convert]) -> Iterator[str]:
+def _null_columns(
+    batch: Any, columns: dict[str, Convert], optional: Collection[str]
+) -> Iterator[str]:
     for name, convert in columns.items():
         column = batch.column(name)
         try:
@@ -314,5 +372,5 @@ def _null_columns(batch: Any, columns: dict[str, Convert]) -> Iterator[str]:
         except _NullInside:
             yield repr(name)
         else:
-            if column.null_count:
+            if column.null_count and name not in optional:
                 yield repr(name)

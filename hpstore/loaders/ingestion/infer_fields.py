@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import DTYPES, Field
+from hpstore.loaders.dataset.json_values import check_json, is_chat
 from hpstore.loaders.ingestion.sample_source import Sample
 
 LOOKED_AT = 64
@@ -20,8 +22,10 @@ _HINT = "say what they are with fields={...}"
 def infer_fields(samples: Sequence[Sample]) -> dict[str, Field]:
     """A field for every name. Arrays whose first dimension differs become ragged.
 
-    Python ints become int64, floats float64, bools bool. Raises ConfigError for what no field can
-    hold, and for samples that have not the same names.
+    Python ints become int64, floats float64, bools bool, lists of them ragged. Fields that are None
+    in some samples are optional. Lists of strings are that, messages a chat, other dicts and lists
+    JSON. Raises ConfigError for what no field can hold, and for samples that have not the same
+    names.
     """
     names = list(samples[0])
     for sample in samples:
@@ -31,7 +35,42 @@ def infer_fields(samples: Sequence[Sample]) -> dict[str, Field]:
                 f"not every sample has {odd!r} (fields of the first: {names}); name the fields "
                 "that all have with fields={...}"
             )
-    return {name: _merged(name, [value_field(name, s[name]) for s in samples]) for name in names}
+    return {name: _inferred(name, [sample[name] for sample in samples]) for name in names}
+
+
+def _inferred(name: str, values: Sequence[object]) -> Field:
+    some = [value for value in values if value is not None]
+    if not some:
+        raise ConfigError(f"{name!r} is None in the first {len(values)} samples; {_HINT}")
+    if any(isinstance(value, dict | list) for value in some):
+        made = _nested(name, some)
+    else:
+        made = _merged(name, [value_field(name, value) for value in some])
+    return replace(made, optional=True) if len(some) < len(values) else made
+
+
+def _nested(name: str, values: Sequence[object]) -> Field:
+    """The field of dicts and lists."""
+    lists = [value for value in values if isinstance(value, list)]
+    if len(lists) == len(values):
+        kinds = {type(one) for value in lists for one in value}
+        if kinds == {str}:
+            return Field("str", (None,))
+        if kinds in ({bool}, {int}, {float}, {int, float}):
+            flat = np.asarray([one for value in lists for one in value])
+            if flat.dtype.name in ("bool", "int64", "float64"):
+                return Field(flat.dtype.name, (None,))
+        if all(map(is_chat, lists)):
+            return Field("chat")
+    for value in values:
+        try:
+            check_json(value)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{name!r} {error}; give numbers, str, bytes, arrays, tensors or JSON, put arrays "
+                f"that are in a dict into fields of their own, or {_HINT}"
+            ) from None
+    return Field("json")
 
 
 def value_field(name: str, value: object) -> Field:
@@ -114,4 +153,8 @@ def _value_bytes(value: object) -> int:
         return int(value.nbytes)
     if isinstance(value, str | bytes | bytearray | memoryview):
         return len(value)
+    if isinstance(value, dict):
+        return 8 + sum(len(str(key)) + _value_bytes(one) for key, one in value.items())
+    if isinstance(value, list):
+        return 8 + sum(map(_value_bytes, value))
     return 8
