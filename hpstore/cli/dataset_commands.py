@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -180,7 +181,7 @@ def info(pool: PoolName, name: Name, version: Version = None, as_json: Json = Fa
             for shard in range(stream.shard_count)
         ]
         tolerated = min((opened.stat(key).losses_tolerated for key in keys), default=None)
-        manifest, streams = found.manifest, found.streams
+        manifest, streams, classes = found.manifest, found.streams, found.classes
     facts = {
         "name": name,
         "samples": manifest.rows,
@@ -197,15 +198,31 @@ def info(pool: PoolName, name: Name, version: Version = None, as_json: Json = Fa
     }
     fields = {
         n: {"dtype": f.dtype, "shape": list(f.shape), "kind": str(f.kind)}
+        | ({"optional": True} if f.optional else {})
+        | ({"media_type": f.media_type} if f.media_type else {})
         for n, f in manifest.fields.items()
     }
     if as_json:
-        emit_json({**facts, "fields": fields, "metadata": manifest.metadata})
+        metadata = manifest.metadata
+        emit_json({**facts, "fields": fields, "classes": classes, "metadata": metadata})
         return
     table("", ("fact", "value"), list(facts.items()))
-    table("", ("field", "dtype", "shape", "kind"), [(n, *f.values()) for n, f in fields.items()])
+    rows = [
+        (n, f.dtype, list(f.shape), str(f.kind), "yes" if f.optional else "", f.media_type)
+        for n, f in manifest.fields.items()
+    ]
+    table("", ("field", "dtype", "shape", "kind", "optional", "media type"), rows)
+    if classes:
+        table("", ("field", "classes", "names"), [_named(n, c) for n, c in classes.items()])
     for key, value in manifest.metadata.items():
-        sys.stdout.write(f"{key}: {value}\n")
+        if key != "classes" or not classes:
+            sys.stdout.write(f"{key}: {value}\n")
+
+
+def _named(field: str, names: Sequence[str]) -> tuple[str, int, str]:
+    """A row for the classes of a field: how many, and the first ones."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return field, len(names), ", ".join(names[:_SHOWN]) + more
 
 
 datasets.command("inspect")(info)

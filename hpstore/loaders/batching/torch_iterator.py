@@ -77,7 +77,7 @@ def described(dataset: Any) -> str:
     return f"{text} {known}" if isinstance(known, str) else text
 
 
-_WORK = ("transform", "batch_transform", "device", "layout", "on_error")
+_WORK = ("transform", "batch_transform", "device", "layout", "on_error", "decode")
 _READING = ("cache", "memory", "gpu")
 
 

@@ -14,6 +14,7 @@ import torch.utils.data
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.loaders.dataset.assemble_fields import field_bytes
+from hpstore.loaders.dataset.class_names import class_names
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
 from hpstore.loaders.dataset.dataset_versions import read_manifest, version_with
 from hpstore.loaders.dataset.fields import Array, FieldKind, Value, mask_name
@@ -98,6 +99,11 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
     def metadata(self) -> Mapping[str, Any]:
         """What the writer recorded."""
         return self.manifest.metadata
+
+    @property
+    def classes(self) -> Mapping[str, Sequence[str]]:
+        """Names of classes by field, in the order of their numbers: what the source said."""
+        return class_names(self.metadata, list(self.fields))
 
     def __getitem__(self, index: int) -> Sample:
         """One sample: tensors (scalars 0-d or of their shape), bytes, str, what JSON holds, None.

@@ -166,9 +166,7 @@ class DatasetManifest:
 
     @property
     def format(self) -> int:
-        """The oldest format that will do: datasets without a history, of plain fields, stay readable
-        everywhere.
-        """
+        """The oldest that will do: without a history and with plain fields all read it."""
         return NEWEST_FORMAT if self.version > 1 else format_of(self.fields.values())
 
     @property

@@ -78,9 +78,9 @@ def has_null(leaves: Mapping[str, Any], name: str) -> bool | None:
 
     `leaves`: statistics by the leaf's path.
     """
-    counts = [one.null_count if one and one.has_null_count else None for one in leaves.values()]
-    if None in counts:
+    if not all(one is not None and one.has_null_count for one in leaves.values()):
         return None
+    counts: list[int] = [one.null_count for one in leaves.values()]
     if not sum(counts):
         return False
     return True if list(leaves) == [name] else None

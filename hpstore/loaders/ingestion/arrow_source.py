@@ -18,7 +18,14 @@ import numpy as np
 
 from hpstore.errors import ConfigError, IngestError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED
+from hpstore.loaders.dataset.class_names import CLASSES
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_classes import (
+    class_numbers,
+    dictionary_classes,
+    is_categorical,
+    recorded_classes,
+)
 from hpstore.loaders.ingestion.arrow_nested import Convert, has_null, json_column, with_none
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -73,6 +80,7 @@ class ArrowTables(BlockwiseSource):
         self._names: list[str] = list(self._schema.names)
         self._types: Mapping[str, Field] = {}
         self._nulls: dict[str, bool] = {}
+        self._classes: dict[str, list[str]] = {}
 
     def _named(self, metadata: Path) -> list[str]:
         """The files that a `_metadata` of Parquet names. Raises IngestError."""
@@ -116,11 +124,44 @@ class ArrowTables(BlockwiseSource):
         """The field of a column, and how its values are made."""
         made, convert = _column(self._arrow, self._schema.field(name))
         told = self._types.get(name)
+        if told is not None and told.dtype != "str" and self._is_categorical(name):
+            made, convert = told, class_numbers(self._arrow, self._classes_of(name), told)
         if told is None and name not in self._nulls:
             self._nulls[name] = any(self._has_null(block, name) for block in self._blocks)
         if told.optional if told is not None else self._nulls[name]:
             return replace(made, optional=True), with_none(convert)
         return made, convert
+
+    def _is_categorical(self, name: str) -> bool:
+        return is_categorical(self._arrow, self._schema.field(name).type)
+
+    def _classes_of(self, name: str) -> list[str]:
+        """The texts of a dictionary, read once; of blocks that cannot be read, reading tells."""
+        if name not in self._classes:
+            columns = (
+                batch.column(0)
+                for block in self._blocks
+                for batch in self._readable(block, name)
+                if batch.num_rows
+            )
+            self._classes[name] = dictionary_classes(columns)
+        return self._classes[name]
+
+    def _readable(self, block: _Block, name: str) -> Iterator[Any]:
+        if not block.problem:
+            with contextlib.suppress(self._arrow.ArrowException, OSError, *MALFORMED):
+                for batch in _batches(self._arrow, block, [name]):
+                    batch.validate(full=True)
+                    yield batch
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """Names of classes by column: those that Hugging Face recorded, and of dictionaries."""
+        found = recorded_classes(self._schema)
+        for name in self._schema.names:
+            if self._is_categorical(name) and (names := self._classes_of(name)):
+                found.setdefault(name, names)
+        return {CLASSES: found} if found else {}
 
     def _has_null(self, block: _Block, name: str) -> bool:
         """Whether a column has a null in a block; of one that cannot be read, reading tells."""
@@ -128,11 +169,10 @@ class ArrowTables(BlockwiseSource):
             return False
         try:
             found = _null_by_statistics(self._arrow, block, name)
-            if found is None:
-                batches = _batches(self._arrow, block, [name])
-                found = any(batch.column(0).null_count for batch in batches)
         except (self._arrow.ArrowException, OSError, *MALFORMED):
             return False
+        if found is None:
+            return any(batch.column(0).null_count for batch in self._readable(block, name))
         return found
 
     def fingerprint(self) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.class_names import CLASSES, feature_classes
 from hpstore.loaders.ingestion.sample_source import (
     BlockwiseSource,
     IndexedSource,
@@ -40,6 +41,13 @@ class MapDataset(IndexedSource):
         self._items, self._names_given = items, names
         self.where = type(items).__name__
         self.length = len(items)
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """Names of the classes of Hugging Face's ClassLabel columns."""
+        features = getattr(self._items, "features", None)
+        found = feature_classes(features) if isinstance(features, Mapping) else {}
+        return {CLASSES: found} if found else {}
 
     def fingerprint(self) -> str:
         """Over type, length, and the first and the last sample."""

@@ -1,0 +1,62 @@
+"""Names of classes: what the whole numbers of a field stand for. Kept in a dataset's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+CLASSES = "classes"
+MOST_CLASSES = 1 << 16
+LABEL = "label"  # the field that image folders, whose classes are one list, have
+
+
+# Any below: metadata is whatever a writer recorded
+def class_names(metadata: Mapping[str, Any], fields: Sequence[str]) -> dict[str, list[str]]:
+    """Names by field, in the order of their numbers; empty for what is not of this form.
+
+    One list is that of the field `label`, as image folders record it.
+    """
+    found = metadata.get(CLASSES)
+    if isinstance(found, list):
+        found = {LABEL: found}
+    if not isinstance(found, Mapping):
+        return {}
+    return {
+        name: list(names)
+        for name, names in found.items()
+        if name in fields and isinstance(names, list) and all(isinstance(n, str) for n in names)
+    }
+
+
+def feature_classes(features: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Names of the ClassLabel columns of Hugging Face's features, of single ones and in lists.
+
+    `features`: the objects of `Dataset.features`, or the JSON that their files hold.
+    """
+    found = {}
+    for name, feature in features.items():
+        names = _names_of(feature)
+        if names:
+            found[str(name)] = names
+    return found
+
+
+def _names_of(feature: Any) -> list[str]:
+    inner = _part(feature, "feature")
+    plain = isinstance(inner, Mapping) and _kind(feature) not in ("Sequence", "List", "LargeList")
+    if inner is not None and not plain:
+        feature = inner
+    if _kind(feature) != "ClassLabel":
+        return []
+    names = _part(feature, "names")
+    good = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return list(names)[:MOST_CLASSES] if good else []
+
+
+def _kind(feature: Any) -> str:
+    said = _part(feature, "_type")
+    return said if isinstance(said, str) else type(feature).__name__
+
+
+def _part(feature: Any, name: str) -> Any:
+    return feature.get(name) if isinstance(feature, Mapping) else getattr(feature, name, None)
