@@ -27,7 +27,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     dataset_of,
     nonce_of,
 )
-from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.fields import Field, stored_fields
 from hpstore.loaders.dataset.index_tables import (
     SIDE_MAGIC,
     decode_tables,
@@ -45,6 +45,13 @@ from tests.fuzz.pool_targets import record, scratch
 from tests.fuzz.weight_file_targets import zip_body, zip_file
 
 FIELDS = {"x": Field("float32", (64,)), "label": Field("int64"), "text": Field("str")}
+KINDS = {
+    "age": Field("int64", optional=True),
+    "meta": Field("json", optional=True),
+    "chat": Field("chat"),
+    "tags": Field("str", (None,)),
+    "sound": Field("audio", media_type="audio/flac"),
+}
 _ROWS = 40
 
 
@@ -60,7 +67,8 @@ def part(fields: dict[str, Field], rows: int, nonce: str) -> DatasetPart:
             pages="0" * 16 if one.ragged else "",
         )
         streams.append(made)
-    columns = {str(n): ("1" * 16,) for n, f in enumerate(fields.values()) if f.kind == "scalar"}
+    stored = stored_fields(fields).values()
+    columns = {str(n): ("1" * 16,) for n, f in enumerate(stored) if f.kind == "scalar"}
     return DatasetPart(
         nonce=nonce, rows=rows, streams=tuple(streams), cuts=(rows,), columns=columns, content="c"
     )
@@ -86,6 +94,7 @@ def dataset_seeds() -> list[bytes]:
         dataset(fixed).encode(),
         dataset(FIELDS, "lz4").encode(),
         dataset({"label": Field("int64")}).encode(),
+        dataset(KINDS).encode(),
     ]
 
 
@@ -103,7 +112,7 @@ def dataset_sealed(parts: Sequence[bytes]) -> bytes:
         }
         body["rows"] = facts["rows"]
         made = DatasetManifest(
-            fields={str(n): Field.from_json((d, s)) for n, d, s in body["fields"]},
+            fields={str(n): Field.from_json(raw) for n, *raw in body["fields"]},
             data=4,
             layout=str(body["layout"]),
             compression="",

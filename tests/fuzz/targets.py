@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.fuzz.checkpoint_targets import CHECKPOINT_TARGETS
 from tests.fuzz.data_targets import DATA_TARGETS
 from tests.fuzz.engine import Target
+from tests.fuzz.field_targets import FIELD_TARGETS
 from tests.fuzz.health_targets import HEALTH_TARGETS
 from tests.fuzz.pool_targets import POOL_TARGETS
 from tests.fuzz.source_targets import SOURCE_TARGETS
@@ -16,6 +17,7 @@ _ALL = (
     *CHECKPOINT_TARGETS,
     *WEIGHT_FILE_TARGETS,
     *DATA_TARGETS,
+    *FIELD_TARGETS,
     *SOURCE_TARGETS,
 )
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}

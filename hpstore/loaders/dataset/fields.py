@@ -18,6 +18,7 @@ import torch
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.json_values import decode_value, encode_value
+from hpstore.loaders.dataset.media_types import may_be, media_type_of
 
 SCALAR_BYTES = 64  # a fixed value up to this size stands in a column of its own, not in records
 MAX_VALUE_BYTES = (1 << 32) - 1  # of one ragged value: its length is stored as u32
@@ -448,6 +449,11 @@ def ragged_value(name: str, field: Field, value: object, where: str) -> Bytes:
             raise ConfigError(f"{where}: field {name!r} is not valid Unicode: {error}") from None
     elif field.is_bytes:
         raw = _raw_bytes(name, value, where)
+        if field.media_type and not may_be(raw[:64].tobytes(), field.media_type):
+            found = media_type_of(raw[:64].tobytes())
+            raise ConfigError(
+                f"{where}: field {name!r} is {found}, the field has {field.media_type}"
+            )
     else:
         try:
             array = as_array(field, value)
