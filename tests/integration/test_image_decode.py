@@ -65,7 +65,7 @@ def test_images_are_bytes_until_they_are_decoded(pool: Pool) -> None:
     assert batch["image"].dtype == torch.uint8
     assert np.array_equal(batch["image"].numpy(), np.stack(arrays).transpose(0, 3, 1, 2))
     assert batch["raw"][1].numpy().tobytes() == encoded(arrays[1])
-    how = {"raw": ImageDecode(layout="hwc"), "image": True}
+    how: dict[str, bool | ImageDecode] = {"raw": ImageDecode(layout="hwc"), "image": True}
     with Dataset(pool, "d", decode=how) as opened:
         assert np.array_equal(opened[3]["raw"].numpy(), arrays[3])
         assert np.array_equal(opened[3]["image"].numpy(), arrays[3].transpose(2, 0, 1))

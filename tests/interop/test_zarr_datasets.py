@@ -166,7 +166,7 @@ def test_plain_arrays_are_a_data_set(group: zarr.Group) -> None:
         assert list(sample) == ["image", "label"]
         np.testing.assert_array_equal(np.asarray(sample["image"]), batch["image"][index])
         assert sample["label"] == batch["label"][index]
-    assert data[52]["label"].dtype is torch.int32  # type: ignore[union-attr]
+    assert data[52]["label"].dtype is torch.int32
     loader = torch.utils.data.DataLoader(data, batch_size=10)
     labels = torch.cat([found["label"] for found in loader])
     np.testing.assert_array_equal(labels.numpy(), batch["label"])

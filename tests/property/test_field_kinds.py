@@ -14,16 +14,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, IntegrityError
 from hpstore.loaders import (
     DataLoader,
     Dataset,
     DatasetWriter,
     Field,
     LoaderMemory,
+    Mixture,
     ingest,
     verify_dataset,
 )
+from hpstore.loaders.dataset import fields as fields_module
 from hpstore.loaders.dataset.fields import MEDIA_DTYPES, mask_name
 from hpstore.loaders.dataset.json_values import check_json, decode_value, encode_value
 from hpstore.pool.pool import Pool
@@ -246,3 +248,172 @@ def test_depth_is_bounded() -> None:
 
 def test_all_media_are_kinds() -> None:
     assert set(MEDIA_DTYPES) < set(KINDS)
+
+
+def every_kind(count: int) -> tuple[dict[str, Field], list[Sample]]:
+    """All kinds, optional, with every third value None."""
+    fields = {"index": Field("int64")}
+    fields |= {
+        name: Field(f.dtype, f.shape, optional=True, media_type=f.media_type)
+        for name, (f, _) in KINDS.items()
+    }
+    values: Sample = {
+        "json": {"a": [1, None]},
+        "chat": [{"role": "user", "content": "é"}],
+        "texts": ["a", ""],
+        "text": "né",
+        "image": b"i",
+        "audio": b"a",
+        "video": b"v",
+        "number": 7,
+        "box": np.full(30, 2, np.float32),
+        "wave": np.ones((2, 2), np.float32),
+    }
+    rows: list[Sample] = [
+        {
+            "index": n,
+            **{k: None if (n + i) % 3 == 0 else v for i, (k, v) in enumerate(values.items())},
+        }
+        for n in range(count)
+    ]
+    return fields, rows
+
+
+def unchanged(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_values_go_through_worker_processes(context: str) -> None:
+    """As whole batches, and as samples whose transform runs there."""
+    fields, samples = every_kind(10)
+    processes: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": context}
+    with pools() as pool, write(pool, fields, samples, True) as data:
+        loader = DataLoader(data, 4, batch_transform=unchanged, **processes)
+        for batch in loader:
+            check_batch(fields, samples, batch)
+        loader.close()
+        loader = DataLoader(data, 4, transform=unchanged, collate_fn=unchanged, **processes)
+        for batch in loader:
+            for sample in batch:
+                check(samples, sample)
+        loader.close()
+
+
+def test_mixtures_and_ranks_keep_values_and_masks() -> None:
+    """Two datasets with the same fields; each sample of a batch is one of its dataset's."""
+    fields, samples = every_kind(12)
+    options: dict[str, Any] = {"shard_bytes": 8 * KIB, "unit_bytes": 4 * KIB}
+    with pools() as pool:
+        for name, part in (("a", samples[:6]), ("b", samples[6:])):
+            with DatasetWriter(pool, name, fields, **options) as writer:
+                for sample in part:
+                    writer.write(sample)
+        both = Mixture([Dataset(pool, "a"), Dataset(pool, "b")], [1, 1], source_field="from")
+        seen: list[int] = []
+        for rank in range(2):
+            loader = DataLoader(both, 3, shuffle=True, rank=rank, world_size=2, tail="uneven")
+            for batch in loader:
+                del batch["from"]
+                check_batch(fields, samples, batch)
+                seen += batch["index"].tolist()
+            loader.close()
+        assert sorted(seen) == list(range(12))
+
+
+def test_batches_come_with_masks_and_are_written_with_them() -> None:
+    """What a mask leaves out is not stored, whatever stands there; a wrong mask is refused."""
+    fields = {"x": Field("float32", optional=True), "t": Field("str", optional=True)}
+    values = {"x": np.array([1, np.nan, 3], np.float32), "t": ["a", None, "c"]}
+    mask = np.array([True, False, True])
+    with pools() as pool:
+        with DatasetWriter(pool, "d", fields) as writer:
+            writer.write_batch(values | {"x_mask": mask})
+            writer.write_batch(
+                {"x": torch.ones(2), "x_mask": torch.tensor([False, True]), "t": ["d", "e"]}
+            )
+            for wrong in (np.array([1, 0, 1]), mask[:2], mask[None]):
+                with pytest.raises(ConfigError):
+                    writer.write_batch(values | {"x_mask": wrong})
+            with pytest.raises(ConfigError):
+                writer.write_batch(values | {"y_mask": mask})
+        data = Dataset(pool, "d")
+        assert [sample["x"] for sample in data.__getitems__(range(5))] == [1, None, 3, None, 1]
+        batch = next(iter(DataLoader(data, 5)))
+        assert batch["x"].tolist() == [1, 0, 3, 0, 1]
+        assert batch["x_mask"].tolist() == [True, False, True, False, True]
+        assert batch["t"] == ["a", None, "c", "d", "e"]
+        assert list(Dataset(pool, "d", fields=["t"])[1].items()) == [("t", None)]
+
+
+def test_a_field_may_not_have_the_name_of_a_mask() -> None:
+    with pools() as pool:
+        fields = {"x": Field("int8", optional=True), "x_mask": Field("bool")}
+        with pytest.raises(ConfigError, match="rename it"):
+            DatasetWriter(pool, "d", fields)
+        with pytest.raises(ConfigError, match="1 to 255 bytes"):
+            DatasetWriter(pool, "d", {"x" * 253: Field("int8", optional=True)})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        (
+            Field("json"),
+            {"a": (1,)},
+            r"field 'x' \['a'\] is a tuple, which is no JSON; give a list",
+        ),
+        (Field("json"), np.float32(1), "field 'x' is a float32, which is no JSON"),
+        (Field("str", (None,)), ["a", 1], r"field 'x' \[1\] is a int, not a str"),
+        (Field("str", (None,)), "a", "is a str, not a list of strings"),
+        (Field("chat"), {"role": "user"}, "is a dict, not a list of messages"),
+        (Field("chat"), [{"role": "user"}], r"\[0\] has neither content nor tool_calls"),
+        (Field("chat"), [{"content": "x"}], r"\[0\] has the role None, not a text"),
+        (Field("chat"), [{"role": "u", "content": 3}], "has content of int"),
+        (Field("chat"), [{"role": "u", "content": [3]}], "no dict with a type"),
+        (Field("chat"), [{"role": "u", "tool_calls": [{}]}], "without a function"),
+        (Field("chat"), [{"role": "u", "content": "", "tool_calls": 3}], "tool_calls that are a"),
+        (Field("int64"), None, "is a NoneType"),
+        (Field("str"), None, "is a NoneType"),
+        (Field("image"), "x", "is a str, not bytes"),
+        (Field("int32", (None,)), [2**31], "numbers that do not fit int32"),
+        (Field("int32", (None,)), [1.5], "list of float64, the field has int32"),
+        (Field("int32", (None,)), [True], "list of bool, the field has int32"),
+        (Field("float16", (2,)), [1.0, 1e9], "infinite as float16"),
+        (Field("float32", (2, 2)), [[1.0], [2.0, 3.0]], "no array"),
+    ],
+)
+def test_a_value_of_another_kind_is_named(field: Field, value: Any, says: str) -> None:
+    """What it is, where in the value, and what the field has; nothing of it is written."""
+    with pools() as pool:
+        writer = DatasetWriter(pool, "d", {"x": field})
+        with pytest.raises(ConfigError, match=says):
+            writer.write({"x": value})
+        assert len(writer) == 0
+        writer.abandon()
+
+
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"NaN", b"[1e", b"[" * 5000, b'["a", 1]'])
+def test_hostile_text_is_named_by_its_sample(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written past the check of a writer: the error has the number, skip leaves it out."""
+    real = fields_module.encode_value
+    monkeypatch.setattr(
+        fields_module, "encode_value", lambda form, v: text if v == ["bad"] else real(form, v)
+    )
+    with pools() as pool:
+        with DatasetWriter(pool, "d", {"t": Field("str", (None,)), "n": Field("int64")}) as writer:
+            for n, value in enumerate((["a"], ["bad"], ["b"])):
+                writer.write({"t": value, "n": n})
+        data = Dataset(pool, "d")
+        with pytest.raises(
+            IntegrityError, match="sample 1 of data set 'd': field 't' holds no str"
+        ):
+            data[1]
+        loader = DataLoader(data, 3)
+        with pytest.raises(IntegrityError, match=r"sample 1 .*cannot be decoded: field 't'"):
+            next(iter(loader))
+        loader.close()
+        loader = DataLoader(data, 3, on_error="skip")
+        batch = next(iter(loader))
+        assert (batch["t"], batch["n"].tolist()) == ([["a"], ["b"]], [0, 2])
+        loader.close()

@@ -121,8 +121,8 @@ def shape_of(sample: Sample) -> list[object]:
             raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         elif isinstance(value, bytes | bytearray | memoryview):
             raw = bytes(value)
-        elif isinstance(value, str | int | float | bool | complex):
-            raw = repr(value).encode()
+        elif value is None or isinstance(value, str | int | float | bool | complex | dict | list):
+            raw = repr(value).encode()  # numpy would take dicts for their addresses in memory
         else:
             raw = np.asarray(value).tobytes()
         rows.append([name, type(value).__name__, hashlib.blake2b(raw, digest_size=16).hexdigest()])
