@@ -194,6 +194,8 @@ NEW_FIELDS: dict[str, tuple[Field, Callable[[int], Any]]] = {
     "large": (Field("float32", (600,)), lambda n: np.full(600, n, np.float32)),
     "words": (Field("str"), lambda n: f"word {n}" * (n % 5)),
     "path": (Field("int32", (None, 2)), lambda n: np.full((n % 4, 2), n, np.int32)),
+    "maybe": (Field("int16", optional=True), lambda n: None if n % 3 else n),
+    "json": (Field("json", optional=True), lambda n: {"n": n} if n % 2 else None),
 }
 
 
@@ -219,8 +221,9 @@ def test_a_field_comes_with_a_value_for_each_sample(
         new = found.pop("new")
         check_sample(found, int(numbers[row]))
         wanted = value(int(numbers[row]))
-        assert new == wanted if isinstance(wanted, str | float) else np.array_equal(new, wanted)
-    beside = kind in ("score", "mask")
+        plain = wanted is None or isinstance(wanted, str | int | float | dict)
+        assert new == wanted if plain else np.array_equal(new, wanted)
+    beside = kind in ("score", "mask", "maybe")
     assert ({key for key in pool.list("data/a/") if "/stream-" in key} == shards) == beside
     assert verify_dataset(pool, "a").clean
     assert list(Dataset(pool, "a", version="v2").fields) == list(FIELDS)

@@ -19,18 +19,12 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import ContentDigest, DatasetManifest, DatasetPart
 from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manifest
-from hpstore.loaders.dataset.fields import (
-    Array,
-    Field,
-    FieldKind,
-    check_fields,
-    fixed_rows,
-    ragged_rows,
-)
+from hpstore.loaders.dataset.fields import Array, Field, FieldKind, check_fields, stored_fields
 from hpstore.loaders.dataset.publish_dataset import DatasetInfo, dataset_info, joined_content
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, Int64s, group_fields
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.stored_manifests import require_pool, require_same_columns
+from hpstore.loaders.writer.dataset_writer import checked_batch
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter, new_nonce, remove_written
 from hpstore.loaders.writer.shuffle_on_write import copy_in_order
 from hpstore.loaders.writer.stream_writer import FieldColumnWriter
@@ -59,8 +53,8 @@ def delete_rows(
         Name of the dataset.
     rows
         Indices of the samples that go, or a function of the fields of single values: it gets a dict
-        of arrays (n, *shape), 65,536 samples at a time, in order, and returns n times True for
-        those that go.
+        of arrays (n, *shape), 65,536 samples at a time, in order, and returns n bools, True for
+        those that go. Of optional fields it gets `<name>_mask`, too.
     version
         What the new version is called. Default: "v" and its number.
 
@@ -109,7 +103,7 @@ def _staying(data: StoredData, rows: Sequence[int] | Predicate) -> Array:
             )
         stays[given] = False
         return stays
-    scalars = [n for n, made in data.fields.items() if made.kind is FieldKind.SCALAR]
+    scalars = [n for n, made in data.stored.items() if made.kind is FieldKind.SCALAR]
     for block in _blocks(len(data)):
         found = {n: data.scalars(n, np.arange(block.start, block.stop)) for n in scalars}
         goes = np.asarray(rows(found))
@@ -199,10 +193,10 @@ def add_field(
     give: Values = values if callable(values) else partial(_slice, values)
     with _Writers(pool, name, base) as writers:
         if made.kind is FieldKind.SCALAR:
-            parts = _beside(writers, base, fields, field, give)
+            parts = _beside(writers, base, field, made, give)
         else:
             with StoredData(pool, name, base) as data:
-                parts = _rewritten(data, fields, field, give, writers)
+                parts = _rewritten(data, field, made, give, writers)
         return writers.publish(fields, parts, version, whole=True)
 
 
@@ -212,51 +206,51 @@ def _slice(values: Sequence[object] | Array, rows: range) -> object:
 
 
 def _beside(
-    writers: _Writers, base: DatasetManifest, fields: Mapping[str, Field], field: str, give: Values
+    writers: _Writers, base: DatasetManifest, field: str, made: Field, give: Values
 ) -> tuple[DatasetPart, ...]:
-    """The parts, each with a column more, whose objects are under a nonce of their own."""
-    column, parts, first = str(len(base.fields)), [], 0
+    """The parts, each with a column more, or two, whose objects are under nonces of their own."""
+    stored = stored_fields({field: made})
+    names = {name: str(len(base.stored) + number) for number, name in enumerate(stored)}
+    parts, first = [], 0
     for part in base.parts:
-        writer = writers.begin_column(field, fields[field], column)
+        columns = [writers.begin_column(n, stored[n], column) for n, column in names.items()]
         for block in _blocks(part.rows):
-            rows = range(first + block.start, first + block.stop)
-            writer.add(_fixed(field, fields[field], give(rows), rows))
+            arrays, _ = _given(field, made, give, range(first + block.start, first + block.stop))
+            for name, column in zip(names, columns, strict=True):
+                column.writer.add(arrays[name])
         first += part.rows
-        hashes, nonce = writers.finish_column()
+        hashes = {n: column.finish() for n, column in zip(names.values(), columns, strict=True)}
+        nonces = {n: column.nonce for n, column in zip(names.values(), columns, strict=True)}
         parts.append(
             replace(
                 part,
-                columns={**part.columns, column: hashes},
-                column_nonces={**part.column_nonces, column: nonce},
+                columns={**part.columns, **hashes},
+                column_nonces={**part.column_nonces, **nonces},
             )
         )
     return tuple(parts)
 
 
-def _fixed(field: str, made: Field, values: object, rows: range) -> Array:
+def _given(
+    field: str, made: Field, give: Values, rows: range
+) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+    """The values of a field for some samples. Raises ConfigError."""
     where = f"samples {rows.start} to {rows.stop}"
-    found = fixed_rows(field, made, values, where)
-    if len(found) != len(rows):
-        raise ConfigError(f"{where}: {len(found)} values of field {field!r}; nothing was changed")
-    return found
+    arrays, ragged, count = checked_batch({field: made}, {field: give(rows)}, where)
+    if count != len(rows):
+        raise ConfigError(f"{where}: {count} values of field {field!r}; nothing was changed")
+    return arrays, ragged
 
 
 def _rewritten(
-    data: StoredData, fields: Mapping[str, Field], field: str, give: Values, writers: _Writers
+    data: StoredData, field: str, made: Field, give: Values, writers: _Writers
 ) -> tuple[DatasetPart, ...]:
     """All parts as they were, with a field more in their records."""
-    made, parts, first = fields[field], [], 0
-    options = _options(data.manifest, fields)
+    parts, first = [], 0
+    options = _options(data.manifest, {**data.manifest.fields, field: made})
 
     def more(rows: Int64s) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
-        wanted = range(int(rows[0]), int(rows[-1]) + 1)
-        if made.kind is not FieldKind.RAGGED:
-            return {field: _fixed(field, made, give(wanted), wanted)}, {}
-        where = f"samples {wanted.start} to {wanted.stop}"
-        found = ragged_rows(field, made, give(wanted), where)
-        if len(found) != len(wanted):
-            raise ConfigError(f"{where}: {len(found)} values of field {field!r}; nothing changed")
-        return {}, {field: found}
+        return _given(field, made, give, range(int(rows[0]), int(rows[-1]) + 1))
 
     for part in data.manifest.parts:
         ordered = data.manifest.shuffle_seed is not None
@@ -269,9 +263,10 @@ def _rewritten(
 
 
 def _options(manifest: DatasetManifest, fields: Mapping[str, Field]) -> PartOptions:
-    _, records = group_fields(fields, manifest.layout)
+    stored = stored_fields(fields)
+    _, records = group_fields(stored, manifest.layout)
     return PartOptions(
-        fields=fields,
+        fields=stored,
         records=records,
         shard_bytes=SHARD_BYTES,
         unit_bytes=None,
@@ -287,6 +282,13 @@ class _Column:
     writer: FieldColumnWriter
     uploads: Uploads
     nonce: str
+
+    def finish(self) -> tuple[str, ...]:
+        """Store the rest: the hashes of its objects, which are durable on return."""
+        self.writer.finish()
+        self.uploads.settle()
+        self.uploads.close()
+        return tuple(self.writer.hashes)
 
 
 class _Writers:
@@ -305,7 +307,7 @@ class _Writers:
         self._parts.append(writer)
         return writer
 
-    def begin_column(self, field: str, made: Field, column: str) -> FieldColumnWriter:
+    def begin_column(self, field: str, made: Field, column: str) -> _Column:
         """The column of a field in one part, under a nonce of its own."""
         uploads, nonce = Uploads(), new_nonce()
         writer = FieldColumnWriter(
@@ -317,15 +319,7 @@ class _Writers:
             content=ContentDigest(),
         )
         self._columns.append(_Column(writer, uploads, nonce))
-        return writer
-
-    def finish_column(self) -> tuple[tuple[str, ...], str]:
-        """Store the rest of the column that was begun last: its hashes, and its nonce. Durable."""
-        column = self._columns[-1]
-        column.writer.finish()
-        column.uploads.settle()
-        column.uploads.close()
-        return tuple(column.writer.hashes), column.nonce
+        return self._columns[-1]
 
     def publish(
         self,

@@ -218,23 +218,9 @@ class DatasetWriter(Closing):
         """
         self._usable()
         where = f"batch at sample {self._rows}"
-        batch, masks = take_masks(batch, self.fields, where)
-        check_names(batch, self.fields, where)
-        arrays: dict[str, Array] = {}
-        ragged: dict[str, list[Bytes]] = {}
-        for name, made in self.fields.items():
-            values = batch[name]
-            if made.optional:
-                values, arrays[mask_name(name)] = filled(made, values, masks.get(name))
-            if made.kind is FieldKind.RAGGED:
-                ragged[name] = ragged_rows(name, made, values, where)
-            else:
-                arrays[name] = fixed_rows(name, made, values, where)
-        counts = {name: len(values) for name, values in (arrays | ragged).items()}
-        if len(set(counts.values())) > 1:
-            raise ConfigError(f"{where}: fields have different numbers of rows: {counts}")
+        arrays, ragged, rows = checked_batch(self.fields, batch, where)
         first = self._rows
-        self._append(arrays, ragged, next(iter(counts.values())))
+        self._append(arrays, ragged, rows)
         return range(first, self._rows)
 
     def _append(
@@ -382,6 +368,28 @@ def require_same_fields(name: str, manifest: DatasetManifest, fields: Mapping[st
             f"data set {name!r} has fields {dict(manifest.fields)}, not {dict(fields)}: nothing "
             "was appended"
         )
+
+
+def checked_batch(
+    fields: Mapping[str, Field], batch: Mapping[str, object], where: str
+) -> tuple[dict[str, Array], dict[str, list[Bytes]], int]:
+    """Arrays of fixed fields and masks, bytes of ragged ones, and how many rows. ConfigError."""
+    batch, masks = take_masks(batch, fields, where)
+    check_names(batch, fields, where)
+    arrays: dict[str, Array] = {}
+    ragged: dict[str, list[Bytes]] = {}
+    for name, made in fields.items():
+        values = batch[name]
+        if made.optional:
+            values, arrays[mask_name(name)] = filled(made, values, masks.get(name))
+        if made.kind is FieldKind.RAGGED:
+            ragged[name] = ragged_rows(name, made, values, where)
+        else:
+            arrays[name] = fixed_rows(name, made, values, where)
+    counts = {name: len(values) for name, values in (arrays | ragged).items()}
+    if len(set(counts.values())) > 1:
+        raise ConfigError(f"{where}: fields have different numbers of rows: {counts}")
+    return arrays, ragged, next(iter(counts.values()))
 
 
 def checked_sample(
