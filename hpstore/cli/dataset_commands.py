@@ -35,7 +35,7 @@ def ingest(
     name: Name,
     source: Annotated[str, typer.Argument(help="folder, file, pattern or URL to read")],
     kind: Annotated[
-        str, typer.Option("--format", help="auto, images, webdataset, parquet, numpy, zarr")
+        str, typer.Option("--format", help="auto, or one of docs/data.md: images, parquet, jsonl, ...")
     ] = "auto",
     field: Annotated[
         list[str] | None, typer.Option(help="only this field of each sample; repeatable")

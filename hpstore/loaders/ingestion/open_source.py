@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import StrEnum
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.ingestion.arrow_source import ARROW, PARQUET, ArrowTables
-from hpstore.loaders.ingestion.image_source import EXTENSIONS, ImageFolder
-from hpstore.loaders.ingestion.numpy_source import NUMPY, Arrays, numpy_files
+from hpstore.loaders.ingestion.arrow_source import ArrowTables
+from hpstore.loaders.ingestion.image_source import ImageFolder
+from hpstore.loaders.ingestion.json_lines_source import JsonLines
+from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
 from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
 from hpstore.loaders.ingestion.sample_source import Source
+from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
 from hpstore.loaders.ingestion.source_paths import local_path
-from hpstore.loaders.ingestion.table_files import no_table
-from hpstore.loaders.ingestion.webdataset_source import COMPRESSED, PLAIN, webdataset
-
-ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
-_KNOWN = (
-    f"Known are {', '.join((*PLAIN, *COMPRESSED, *PARQUET, *ARROW, *NUMPY, '.zarr'))} and folders "
-    "of images; format= (--format) says which one a file of another name is. Anything else can be "
-    "given from Python, as a data set or an iterable of its samples"
-)
-LOOK_AT = 1000  # entries of a folder by which its format is guessed
-
-
-class SourceFormat(StrEnum):
-    """Formats of files. AUTO: by endings and contents."""
-
-    AUTO = "auto"
-    IMAGES = "images"
-    WEBDATASET = "webdataset"
-    PARQUET = "parquet"
-    NUMPY = "numpy"
-    ZARR = "zarr"
+from hpstore.loaders.ingestion.webdataset_source import webdataset
 
 
 def open_source(
@@ -57,8 +37,8 @@ def open_source(
         group, a torch Dataset, a sequence, an iterable or a function that returns one as what it
         is. A Source is returned as it is.
     format
-        "images", "webdataset", "parquet", "numpy" or "zarr". "auto": found from the endings of
-        names and from what a folder holds.
+        "images", "webdataset", "parquet", "jsonl", "numpy" or "zarr". "auto": found from the
+        endings of names and from what a folder holds.
     names
         Names of the fields of samples that are tuples.
     check_images
@@ -84,7 +64,7 @@ def open_source(
     if isinstance(source, Source):
         return source
     if isinstance(source, str | os.PathLike):
-        return _from_path(os.fspath(source), _format(os.fspath(source), format), check_images)
+        return _from_path(os.fspath(source), format_of(os.fspath(source), format), check_images)
     if isinstance(source, np.ndarray):
         return Arrays({"data": source}, where=type(source).__name__)
     if isinstance(source, Mapping) and all(isinstance(v, np.ndarray) for v in source.values()):
@@ -112,6 +92,7 @@ def _from_path(where: str, kind: SourceFormat, check_images: bool) -> Source:
         SourceFormat.IMAGES: lambda: ImageFolder(where, check=check_images),
         SourceFormat.WEBDATASET: lambda: webdataset(where, check=check_images),
         SourceFormat.PARQUET: lambda: ArrowTables(where),
+        SourceFormat.JSONL: lambda: JsonLines(where),
         SourceFormat.NUMPY: lambda: numpy_files(where),
         SourceFormat.ZARR: lambda: _zarr(where),
     }
@@ -124,57 +105,3 @@ def _zarr(where: object) -> Source:
     except ImportError as error:
         raise ConfigError("zarr arrays need zarr: pip install 'hpstore[zarr]'") from error
     return ZarrArrays(where)
-
-
-def _format(where: str, asked: str) -> SourceFormat:
-    """The format of a path. Raises ConfigError when it is not clear."""
-    if asked != SourceFormat.AUTO:
-        return SourceFormat(asked)
-    by_name = _by_ending(where.rstrip("/").lower())
-    if by_name is not None:
-        return by_name
-    path = Path(local_path(where))
-    if not path.is_dir():
-        if not path.exists() and not any(c in where for c in "*?[{"):
-            raise ConfigError(f"{where} does not exist")
-        raise ConfigError(f"the format of {where} is not clear. {_KNOWN}")
-    return _of_folder(path)
-
-
-def _by_ending(name: str) -> SourceFormat | None:
-    endings = {
-        SourceFormat.WEBDATASET: (*PLAIN, *COMPRESSED),
-        SourceFormat.PARQUET: (*PARQUET, *ARROW),
-        SourceFormat.NUMPY: NUMPY,
-        SourceFormat.ZARR: (".zarr",),
-    }
-    return next((kind for kind, ends in endings.items() if name.endswith(ends)), None)
-
-
-def _of_folder(path: Path) -> SourceFormat:
-    """By zarr's own files, else by the first file of a known ending, at the top, then below."""
-    if any((path / name).is_file() for name in ZARR_FILES):
-        return SourceFormat.ZARR
-    for names in (sorted(os.listdir(path)), _below(path)):
-        for name in names:
-            found = _by_ending(name.lower())
-            if found not in (None, SourceFormat.ZARR) and (path / name).is_file():
-                return SourceFormat(str(found))
-            if name.lower().endswith(EXTENSIONS):
-                return SourceFormat.IMAGES
-    tables = (*PARQUET, *ARROW)
-    if any(True for _ in _below(path, tables)):
-        raise no_table(path, tables)
-    raise ConfigError(f"{path} holds nothing of a known ending. {_KNOWN}")
-
-
-def _below(path: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
-    """Files with these endings in the folders of a folder; the first ones."""
-    looked = 0
-    for _, _, files in os.walk(path, followlinks=False):
-        for name in sorted(files):
-            looked += 1
-            if looked > LOOK_AT:
-                return
-            if name.lower().endswith(endings):
-                yield name

@@ -11,6 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 from hpstore.errors import ConfigError
 
+SourceFile = Path
+"""A file of a source."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_FILES = 1_000_000
 

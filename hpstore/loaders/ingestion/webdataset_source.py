@@ -8,20 +8,14 @@ JSON are str, and all others stay bytes.
 
 from __future__ import annotations
 
-import bz2
-import gzip
-import lzma
 import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, cast
 
 from hpstore.format.untrusted_bytes import most_inflated
-from hpstore.format.xz_files import open_xz
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, decompressed
 from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -49,8 +43,7 @@ _TEXT = {"txt", "text", "transcript", "json", "jsn"}
 _NUMBERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
 PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-# what a damaged or cut archive makes a decompressor raise
-_STREAM_ERRORS = (TarDamaged, OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
+_STREAM_ERRORS = (TarDamaged, *STREAM_ERRORS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +208,7 @@ def _samples(path: Path) -> Iterator[_Open]:
     keys: set[str] = set()
     most = most_inflated(path.stat().st_size)
     try:
-        with _decompressed(path) as file:
+        with decompressed(path) as file:
             tar = TarHeaders(file)
             for member, _ in members(tar):
                 if member is None:
@@ -259,18 +252,3 @@ def _take(sample: _Open, member: SampleFile, tar: TarHeaders, most: int) -> None
     if len(data) < member.nbytes:
         raise TarDamaged(f".{member.extension} is cut short")
     sample.parts[member.extension] = data
-
-
-@contextmanager
-def _decompressed(path: Path) -> Iterator[IO[bytes]]:
-    """A tar's bytes, by the ending of its name, to be read forward."""
-    name = path.name.lower()
-    with path.open("rb") as raw:
-        if name.endswith((".gz", ".tgz")):
-            with gzip.open(raw) as inflated:
-                yield cast("IO[bytes]", inflated)
-        elif name.endswith(".bz2"):
-            with bz2.open(raw) as unpacked:
-                yield cast("IO[bytes]", unpacked)
-        else:
-            yield open_xz(raw) if name.endswith(".xz") else raw

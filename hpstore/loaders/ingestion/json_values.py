@@ -1,0 +1,156 @@
+"""What the values of JSON are as fields and as samples. Pure.
+
+Numbers are exact: an int that a float would round is refused, not rounded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.fields import BFLOAT16, Array, Field
+from hpstore.loaders.ingestion.infer_fields import infer_fields
+
+_EXACT = 1 << 53  # ints up to this are floats, too
+_MOST_DIMENSIONS = 32
+_LEAVE_OUT = "leave it out with fields=[...] (--field names those to take)"
+
+
+def json_fields(records: Sequence[Mapping[str, Any]]) -> dict[str, Field]:
+    """Fields of objects as JSON has them. The one place where such a schema becomes fields.
+
+    Booleans, numbers and text are scalars and str, lists of numbers arrays: float64 where one of
+    them has a fraction, ragged where the first dimension differs. Raises ConfigError, naming the
+    key, for nulls, keys that not all have, objects, and lists of anything else.
+    """
+    names = list(dict.fromkeys(chain.from_iterable(records)))
+    columns = {name: _Column.of([r[name] for r in records if name in r]) for name in names}
+    return infer_fields(
+        [{name: _typical(name, record, columns[name]) for name in names} for record in records]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """What the numbers of a key are, in all records, and the shape inside its lists."""
+
+    number: type
+    inner: tuple[int, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Self:
+        types: set[type] = set()
+        inner: tuple[int, ...] = ()
+        for value in values:
+            with contextlib.suppress(ConfigError):  # said with its name, by _typical
+                flat, shape = _flat(value) if type(value) is list else ([value], ())
+                types |= set(map(type, flat))
+                inner = shape[1:] if flat else inner
+        known = next((kind for kind in (float, int, bool) if kind in types), float)
+        return cls(known, inner)
+
+
+def _typical(name: str, record: Mapping[str, Any], column: _Column) -> object:
+    """A value of the type that the column has. Raises ConfigError."""
+    if record.get(name) is None:
+        said = "is null" if name in record else "is missing"
+        raise ConfigError(f"{name!r} {said} in a record: no field can be empty; {_LEAVE_OUT}")
+    value = record[name]
+    if isinstance(value, Mapping):
+        raise ConfigError(f"{name!r} is an object, which no field can hold; {_LEAVE_OUT}")
+    if not isinstance(value, list):
+        return float(value) if column.number is float and type(value) is int else value
+    try:
+        flat, shape = _flat(value)
+        types = set(map(type, flat))
+        if not types <= {int, float} and types != {bool}:
+            raise ConfigError(f"a list of {_kinds(types)}, which no field can hold")
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is {error}; {_LEAVE_OUT}") from None
+    kind = bool if types == {bool} else column.number
+    return np.empty(shape if flat else (0, *column.inner), np.dtype(kind))
+
+
+_WORDS = {dict: "objects", list: "lists", str: "text", type(None): "null", bool: "booleans"}
+
+
+def _flat(value: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
+    """Elements of nested lists, and their shape. Raises ConfigError where they have none."""
+    shape = [len(value)]
+    while value and type(value[0]) is list:
+        size = len(value[0])
+        if any(type(part) is not list or len(part) != size for part in value):
+            raise ConfigError("a list of lists of different lengths, which no field can hold")
+        if len(shape) == _MOST_DIMENSIONS:
+            raise ConfigError(f"a list nested deeper than {_MOST_DIMENSIONS}")
+        shape.append(size)
+        value = list(chain.from_iterable(value))
+    return value, tuple(shape)
+
+
+def json_value(name: str, value: Any, made: Field) -> object:
+    """A value as the field has it. Raises ConfigError where it is another type, or not exact."""
+    if value is None:
+        raise ConfigError(f"it holds a null: {name!r}")
+    if made.dtype in ("str", "bytes"):
+        if not isinstance(value, str):
+            raise ConfigError(f"{name!r} is {_said(value)}, not text")
+        return value if made.dtype == "str" else value.encode(errors="surrogatepass")
+    if not made.shape:
+        if not isinstance(value, bool | int | float):
+            raise ConfigError(f"{name!r} is {_said(value)}, the field has {made.dtype}")
+        return _exact(name, value, made)
+    if not isinstance(value, list):
+        raise ConfigError(f"{name!r} is {_said(value)}, not a list")
+    try:
+        return _array(name, value, made)
+    except ConfigError as error:
+        raise ConfigError(f"{name!r} is {error}") from None
+
+
+def _exact(name: str, value: complex, made: Field) -> complex:
+    floating = made.dtype == BFLOAT16 or made.storage.kind == "f"
+    if floating and type(value) is int and abs(value) > _EXACT:
+        try:
+            same = float(value) == value
+        except OverflowError:
+            same = False
+        if not same:
+            raise ConfigError(f"{name!r} is {_said(value)}, which {made.dtype} would round")
+    return value
+
+
+def _array(name: str, value: list[Any], made: Field) -> Array | torch.Tensor:
+    flat, shape = _flat(value)
+    types = set(map(type, flat))
+    floating = made.dtype == BFLOAT16 or made.storage.kind == "f"
+    taken = {int, float} if floating else {bool} if made.dtype == "bool" else {int}
+    if not types <= taken:
+        raise ConfigError(f"a list of {_kinds(types - taken)}, the field has {made.dtype}")
+    if not flat:
+        shape = (0, *made.inner_shape)
+    if floating and types != {float}:
+        for number in flat:
+            _exact(name, number, made)
+    if made.dtype == BFLOAT16:
+        return torch.tensor(flat, dtype=torch.bfloat16).reshape(shape)
+    try:
+        return np.array(flat, made.storage).reshape(shape)
+    except OverflowError as error:
+        raise ConfigError(f"a list of which a number does not fit {made.dtype}") from error
+
+
+def _kinds(types: set[type]) -> str:
+    return ", ".join(sorted(_WORDS.get(kind, kind.__name__) for kind in types))
+
+
+def _said(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 40 else f"{shown[:40]}..."

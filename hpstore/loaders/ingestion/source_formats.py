@@ -1,0 +1,94 @@
+"""Formats of files, and which one a path is of: by endings, and by what a folder holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.ingestion.arrow_source import ARROW, PARQUET
+from hpstore.loaders.ingestion.image_source import EXTENSIONS
+from hpstore.loaders.ingestion.json_lines_source import JSON_LINES
+from hpstore.loaders.ingestion.numpy_source import NUMPY
+from hpstore.loaders.ingestion.source_paths import local_path
+from hpstore.loaders.ingestion.table_files import no_table
+from hpstore.loaders.ingestion.webdataset_source import COMPRESSED, PLAIN
+
+ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
+LOOK_AT = 1000  # entries of a folder by which its format is guessed
+
+
+class SourceFormat(StrEnum):
+    """Formats of files. AUTO: by endings and contents."""
+
+    AUTO = "auto"
+    IMAGES = "images"
+    WEBDATASET = "webdataset"
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+    NUMPY = "numpy"
+    ZARR = "zarr"
+
+
+ENDINGS: dict[SourceFormat, tuple[str, ...]] = {
+    SourceFormat.WEBDATASET: (*PLAIN, *COMPRESSED),
+    SourceFormat.PARQUET: (*PARQUET, *ARROW),
+    SourceFormat.JSONL: JSON_LINES,
+    SourceFormat.NUMPY: NUMPY,
+    SourceFormat.ZARR: (".zarr",),
+}
+_KNOWN = (
+    f"Known are {', '.join(ending for endings in ENDINGS.values() for ending in endings)} and "
+    "folders of images; format= (--format) says which one a file of another name is. Anything else "
+    "can be given from Python, as a data set or an iterable of its samples"
+)
+
+
+def format_of(where: str, asked: str) -> SourceFormat:
+    """The format of a path. Raises ConfigError when it is not clear."""
+    if asked != SourceFormat.AUTO:
+        return SourceFormat(asked)
+    by_name = _by_ending(where.rstrip("/").lower())
+    if by_name is not None:
+        return by_name
+    path = Path(local_path(where))
+    if not path.is_dir():
+        if not path.exists() and not any(c in where for c in "*?[{"):
+            raise ConfigError(f"{where} does not exist")
+        raise ConfigError(f"the format of {where} is not clear. {_KNOWN}")
+    return _of_folder(path)
+
+
+def _by_ending(name: str) -> SourceFormat | None:
+    return next((kind for kind, ends in ENDINGS.items() if name.endswith(ends)), None)
+
+
+def _of_folder(path: Path) -> SourceFormat:
+    """By zarr's own files, else by the first file of a known ending, at the top, then below."""
+    if any((path / name).is_file() for name in ZARR_FILES):
+        return SourceFormat.ZARR
+    for names in (sorted(os.listdir(path)), _below(path)):
+        for name in names:
+            found = _by_ending(name.lower())
+            if found not in (None, SourceFormat.ZARR) and (path / name).is_file():
+                return SourceFormat(str(found))
+            if name.lower().endswith(EXTENSIONS):
+                return SourceFormat.IMAGES
+    tables = (*PARQUET, *ARROW)
+    if any(True for _ in _below(path, tables)):
+        raise no_table(path, tables)
+    raise ConfigError(f"{path} holds nothing of a known ending. {_KNOWN}")
+
+
+def _below(path: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
+    """Files with these endings in the folders of a folder; the first ones."""
+    looked = 0
+    for _, _, files in os.walk(path, followlinks=False):
+        for name in sorted(files):
+            looked += 1
+            if looked > LOOK_AT:
+                return
+            if name.lower().endswith(endings):
+                yield name
