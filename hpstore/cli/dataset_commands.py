@@ -35,10 +35,14 @@ def ingest(
     name: Name,
     source: Annotated[str, typer.Argument(help="folder, file, pattern or URL to read")],
     kind: Annotated[
-        str, typer.Option("--format", help="auto, or one of docs/data.md: images, parquet, jsonl, ...")
+        str,
+        typer.Option("--format", help="auto, or one of docs/data.md: images, parquet, jsonl, ..."),
     ] = "auto",
     field: Annotated[
         list[str] | None, typer.Option(help="only this field of each sample; repeatable")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of the format (docs/data.md); repeatable")
     ] = None,
     shuffle: Annotated[bool, typer.Option(help="mix the samples, or keep their order")] = True,
     seed: Annotated[int, typer.Option(min=0, help="of the shuffle; recorded")] = 0,
@@ -70,6 +74,7 @@ def ingest(
             name,
             source,
             format=kind,
+            source_options=_options(option or []),
             fields=field or None,
             shuffle=shuffle,
             seed=seed,
@@ -89,6 +94,17 @@ def ingest(
         emit_json(report.as_dict())
     else:
         _show_ingest(report)
+
+
+def _options(given: list[str]) -> dict[str, object]:
+    """NAME=VALUE as a dict; a whole number as one."""
+    made: dict[str, object] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{each!r} is not NAME=VALUE", param_hint="--option")
+        made[name] = int(value) if value.isdecimal() else value
+    return made
 
 
 def _show_ingest(report: IngestReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 from collections.abc import Callable
@@ -30,4 +31,14 @@ def jsonl(folder: Path, count: int) -> Path:
     return folder
 
 
-MAKERS: dict[str, Maker] = {"jsonl": jsonl}
+def csv_files(folder: Path, count: int) -> Path:
+    """Two files."""
+    for name, first, stop in [("a", 0, count // 2), ("b", count // 2, count)]:
+        with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["n", "s"])
+            writer.writeheader()
+            writer.writerows(record(n) for n in range(first, stop))
+    return folder
+
+
+MAKERS: dict[str, Maker] = {"jsonl": jsonl, "csv": csv_files}

@@ -64,7 +64,7 @@ class ArrowTables(BlockwiseSource):
     kind = "parquet"
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
-        self._arrow = _pyarrow()
+        self._arrow = pyarrow_of("Parquet and Arrow files")
         self.where = str(where)
         self._files, self.ignored = table_files(where, PARQUET + ARROW, self._named)
         self._blocks: list[_Block] = []
@@ -210,14 +210,14 @@ class ArrowTables(BlockwiseSource):
             yield SourceItem(name=name, origin=origin | number, problem=problem)
 
 
-def _pyarrow() -> Any:
+def pyarrow_of(what: str) -> Any:
+    """pyarrow, which these files need. Raises ConfigError where it is not installed."""
     try:
         import pyarrow
+        import pyarrow.csv
         import pyarrow.parquet
     except ImportError as error:
-        raise ConfigError(
-            "Parquet and Arrow files need pyarrow: pip install 'hpstore[parquet]'"
-        ) from error
+        raise ConfigError(f"{what} need pyarrow: pip install 'hpstore[parquet]'") from error
     return pyarrow
 
 

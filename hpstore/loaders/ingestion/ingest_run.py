@@ -58,6 +58,7 @@ def ingest(
     fields: Mapping[str, Field] | Sequence[str] | None = None,
     names: Sequence[str] | None = None,
     check_images: bool = True,
+    source_options: Mapping[str, object] | None = None,
     shuffle: bool = True,
     seed: int = 0,
     window_bytes: int | str = WINDOW_BYTES,
@@ -75,8 +76,8 @@ def ingest(
 ) -> IngestReport:
     """Write the samples of `source` as dataset `name`; visible when all of it is there.
 
-    `source`: see open_source. `fields`: what to take of a sample, by name or with their types; by
-    default all. Types come from the source's schema or its first samples. `shuffle`: a permutation
+    `source`, `source_options`: see open_source. `fields`: what to take of a sample, by name or
+    with their types; by default all. Types come from the source's schema or its first samples. `shuffle`: a permutation
     by `seed` where records can be read by number, else blocks permuted and mixed in windows of
     `window_bytes`; the dataset records which, and the origin of every sample. `workers`: files or
     records read at a time (threads). Sizes are numbers or text such as "64MiB".
@@ -92,7 +93,13 @@ def ingest(
     began = perf_counter()
     _check_errors(on_error, max_skipped)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
-    opened = open_source(source, format=format, names=names, check_images=check_images)
+    opened = open_source(
+        source,
+        format=format,
+        names=names,
+        check_images=check_images,
+        source_options=source_options,
+    )
     run = _Run(
         pool=pool,
         name=name,

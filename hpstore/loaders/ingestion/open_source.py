@@ -11,12 +11,14 @@ from torch.utils.data import IterableDataset
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
+from hpstore.loaders.ingestion.csv_source import CsvFiles
 from hpstore.loaders.ingestion.image_source import ImageFolder
 from hpstore.loaders.ingestion.json_lines_source import JsonLines
 from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
 from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
 from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
+from hpstore.loaders.ingestion.source_options import OPTIONS, options_of, refuse_options
 from hpstore.loaders.ingestion.source_paths import local_path
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 
@@ -27,6 +29,7 @@ def open_source(
     format: str = "auto",  # noqa: A002 (the word that users look for)
     names: Sequence[str] | None = None,
     check_images: bool = True,
+    source_options: Mapping[str, object] | None = None,
 ) -> Source:
     """Open what the caller names as a source of samples.
 
@@ -37,13 +40,15 @@ def open_source(
         group, a torch Dataset, a sequence, an iterable or a function that returns one as what it
         is. A Source is returned as it is.
     format
-        "images", "webdataset", "parquet", "jsonl", "numpy" or "zarr". "auto": found from the
+        "images", "webdataset", "parquet", "jsonl", "csv", "numpy" or "zarr". "auto": found from the
         endings of names and from what a folder holds.
     names
         Names of the fields of samples that are tuples.
     check_images
         An image file that is cut short is a bad record; nothing is decoded. False: the bytes of
         images are not looked at.
+    source_options
+        What a format is read by, such as {"delimiter": ";"} of "csv" (docs/data.md).
 
     Returns
     -------
@@ -61,10 +66,13 @@ def open_source(
         raise ConfigError(f"format {format!r} is not one of {', '.join(SourceFormat)}")
     if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
         raise ConfigError(f"names are {names!r}: give a list of names of fields")
+    given = options_of(source_options)
+    if isinstance(source, str | os.PathLike):
+        where = os.fspath(source)
+        return _from_path(where, format_of(where, format), check_images, given)
+    refuse_options(f"a {type(source).__name__}", given, ())
     if isinstance(source, Source):
         return source
-    if isinstance(source, str | os.PathLike):
-        return _from_path(os.fspath(source), format_of(os.fspath(source), format), check_images)
     if isinstance(source, np.ndarray):
         return Arrays({"data": source}, where=type(source).__name__)
     if isinstance(source, Mapping) and all(isinstance(v, np.ndarray) for v in source.values()):
@@ -85,14 +93,16 @@ def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: du
     raise ConfigError(f"a {type(source).__name__} is no source of samples")
 
 
-def _from_path(where: str, kind: SourceFormat, check_images: bool) -> Source:
+def _from_path(where: str, kind: SourceFormat, check_images: bool, given: dict[str, Any]) -> Source:
     if kind is not SourceFormat.ZARR:
         where = local_path(where)
+    refuse_options(kind, given, OPTIONS.get(kind, ()))
     makers: dict[SourceFormat, Callable[[], Source]] = {
         SourceFormat.IMAGES: lambda: ImageFolder(where, check=check_images),
         SourceFormat.WEBDATASET: lambda: webdataset(where, check=check_images),
         SourceFormat.PARQUET: lambda: ArrowTables(where),
         SourceFormat.JSONL: lambda: JsonLines(where),
+        SourceFormat.CSV: lambda: CsvFiles(where, **given),
         SourceFormat.NUMPY: lambda: numpy_files(where),
         SourceFormat.ZARR: lambda: _zarr(where),
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ARROW, PARQUET
+from hpstore.loaders.ingestion.csv_source import TABLE_TEXT
 from hpstore.loaders.ingestion.image_source import EXTENSIONS
 from hpstore.loaders.ingestion.json_lines_source import JSON_LINES
 from hpstore.loaders.ingestion.numpy_source import NUMPY
@@ -28,6 +29,7 @@ class SourceFormat(StrEnum):
     WEBDATASET = "webdataset"
     PARQUET = "parquet"
     JSONL = "jsonl"
+    CSV = "csv"
     NUMPY = "numpy"
     ZARR = "zarr"
 
@@ -36,6 +38,7 @@ ENDINGS: dict[SourceFormat, tuple[str, ...]] = {
     SourceFormat.WEBDATASET: (*PLAIN, *COMPRESSED),
     SourceFormat.PARQUET: (*PARQUET, *ARROW),
     SourceFormat.JSONL: JSON_LINES,
+    SourceFormat.CSV: TABLE_TEXT,
     SourceFormat.NUMPY: NUMPY,
     SourceFormat.ZARR: (".zarr",),
 }

@@ -1,0 +1,273 @@
+"""CSV and TSV files: columns become fields (read by pyarrow, the extra `parquet`).
+
+pyarrow divides the text into values; it is not asked for their types, as it takes 007 for 7 and
+some texts for times. A block is a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
+from typing import Any
+
+from hpstore.errors import ConfigError, IngestError
+from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_source import pyarrow_of
+from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRORS, decompressed
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    SourceItem,
+    digest_of,
+    printable,
+)
+from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
+from hpstore.units import GIB, MIB, format_bytes
+
+TABLE_TEXT = tuple(name + end for name in (".csv", ".tsv") for end in ("", *COMPRESSIONS))
+LOOKED_AT = 1000
+_BLOCK_BYTES = 4 * MIB
+_ROW_BYTES = GIB  # pyarrow holds a row in one block, of which it has two
+_INT = re.compile(rb"-?(?:0|[1-9][0-9]{0,18})")
+_FLOAT = re.compile(
+    rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|[nN]a[nN]|[-+]?[iI]nf(?:inity)?"
+)
+_BOOLEANS = {b"true": True, b"True": True, b"TRUE": True}
+_BOOLEANS |= {b"false": False, b"False": False, b"FALSE": False}
+Row = tuple[bytes, ...]
+
+
+class CsvFiles(BlockwiseSource):
+    """Rows of CSV files with a header. A row with more or fewer values is a bad record.
+
+    Fields are told by the first 1000 rows (csv_fields), or what the user says that they are.
+    """
+
+    kind = "csv"
+
+    def __init__(self, where: str | os.PathLike[str], *, delimiter: str = "") -> None:
+        self._arrow = pyarrow_of("CSV files")
+        self.where = printable(str(where))
+        self._delimiter = delimiter
+        if delimiter and (len(delimiter) != 1 or not delimiter.isascii()):
+            raise ConfigError(f"delimiter {delimiter!r} is not one ASCII character")
+        self._files = source_files(where, TABLE_TEXT)
+        self.blocks = len(self._files)
+        self._header: list[str] | None = None
+        self._names: list[str] | None = None
+        self._types: dict[str, Field] = {}
+        self._fields: dict[str, Field] | None = None
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._names, self._types, self._fields = list(names), dict(types), None
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        if self._fields is None:
+            self._fields = self._found()
+        return self._fields
+
+    def _columns(self) -> list[str]:
+        """The header of the first file that can be read; those of all are alike. Raises
+        ConfigError, IngestError."""
+        if self._header is not None:
+            return self._header
+        problem = ""
+        for file in self._files:
+            try:
+                with self._opened(file, _BLOCK_BYTES, None, {}) as reader:
+                    names = list(reader.schema.names)
+            except self._errors() as error:
+                problem = problem or f"{printable(file.name)} cannot be read: {brief(error)}"
+                continue
+            if len(set(names)) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ConfigError(f"{file} has several columns named {twice!r}: rename them")
+            if self._header not in (None, names):
+                raise IngestError(
+                    f"{file} has the columns {names[:20]}, others have {(self._header or [])[:20]}."
+                    " Nothing was written; name the files of one table with a pattern"
+                )
+            self._header = names
+        if self._header is None:
+            raise IngestError(f"{self.where}: {problem}. Nothing was written")
+        return self._header
+
+    def _found(self) -> dict[str, Field]:
+        header = self._columns()
+        names = header if self._names is None else self._names
+        for name in names:
+            if name not in header:
+                raise ConfigError(f"{self.where} has no {name!r}; it has {header[:20]}")
+        for name, made in self._types.items():
+            if made.shape or made.dtype.startswith("complex"):
+                raise ConfigError(f"{name!r}: a value of CSV is a number or text, not {made}")
+        if all(name in self._types for name in names):
+            return {name: self._types[name] for name in names}
+        rows: list[Row] = []
+        for file in self._files:
+            found = (row for _, row, _ in self._rows(file) if row is not None)
+            rows += islice(found, LOOKED_AT - len(rows))
+        if not rows:
+            raise IngestError(
+                f"{self.where}: no row to tell the fields from; nothing was written. Give "
+                "fields={...}"
+            )
+        asked = [name for name in names if name not in self._types]
+        columns = {name: [row[header.index(name)] for row in rows] for name in asked}
+        try:
+            told = csv_fields(columns)
+        except ConfigError as error:
+            raise ConfigError(f"{self.where}: {error}") from None
+        return {name: self._types.get(name) or told[name] for name in names}
+
+    def fingerprint(self) -> str:
+        """Over the delimiter, and the path, size and time of change of every file."""
+        return digest_of([self.kind, self._delimiter, *file_facts(self._files)])
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        file = self._files[block]
+        name, fields = printable(file.name), self.fields
+        places = [self._columns().index(field) for field in fields]
+        for number, (at, row, problem) in islice(enumerate(self._rows(file)), start, None):
+            sample: dict[str, object] | None = None
+            if row is not None:
+                try:
+                    sample = {
+                        field: csv_value(field, row[place], made)
+                        for place, (field, made) in zip(places, fields.items(), strict=True)
+                    }
+                except ConfigError as error:
+                    problem = str(error)
+            yield SourceItem(
+                name=f"{name} row {at}" if at else name,
+                origin=block << BLOCK_SHIFT | number,
+                sample=sample,
+                problem=problem,
+            )
+
+    def _errors(self) -> tuple[type[Exception], ...]:
+        return (self._arrow.ArrowException, *STREAM_ERRORS, *MALFORMED)
+
+    def _rows(self, file: SourceFile) -> Iterator[tuple[int, Row | None, str]]:
+        """Number (the header is row 1), values, or what is wrong; with larger blocks where a row
+        is larger than one."""
+        at, nbytes = 2, _BLOCK_BYTES
+        while True:
+            bad: dict[int, str] = {}
+            numbers = count(2)
+            try:
+                with self._opened(file, nbytes, self._columns(), bad) as reader:
+                    for batch in reader:
+                        columns = [column.to_pylist() for column in batch.columns]
+                        for row in zip(*columns, strict=True):
+                            for number in numbers:
+                                if number in bad and number >= at:
+                                    yield number, None, bad[number]
+                                    at = number + 1
+                                if number not in bad:
+                                    break
+                            if number >= at:
+                                yield number, row, ""
+                                at = number + 1
+                for number in sorted(bad):
+                    if number >= at:
+                        yield number, None, bad[number]
+                return
+            except self._errors() as error:
+                if "straddling" not in str(error):
+                    yield 0, None, f"it cannot be read past row {at - 1}: {brief(error)}"
+                    return
+            if nbytes >= _ROW_BYTES:
+                said = f"a row has more than {format_bytes(_ROW_BYTES)}, or a quote is not closed"
+                yield 0, None, f"it cannot be read past row {at - 1}: {said}"
+                return
+            nbytes = min(8 * nbytes, _ROW_BYTES)
+
+    @contextlib.contextmanager
+    def _opened(
+        self, file: SourceFile, nbytes: int, header: list[str] | None, bad: dict[int, str]
+    ) -> Iterator[Any]:
+        """pyarrow's reader of a file: batches of binary columns. `bad` takes broken rows."""
+        csv, binary = self._arrow.csv, self._arrow.binary()
+        tabs = file.name.lower().rpartition(".tsv")[1]
+
+        def broken(row: Any) -> str:
+            said = f"it has {row.actual_columns} values, the header has {row.expected_columns}"
+            bad[row.number] = said
+            return "skip"
+
+        with (
+            decompressed(file) as stream,
+            csv.open_csv(
+                stream,
+                read_options=csv.ReadOptions(use_threads=False, block_size=nbytes),
+                parse_options=csv.ParseOptions(
+                    delimiter=self._delimiter or ("\t" if tabs else ","),
+                    newlines_in_values=True,
+                    invalid_row_handler=broken,
+                ),
+                convert_options=csv.ConvertOptions(
+                    column_types=dict.fromkeys(header or (), binary), strings_can_be_null=False
+                ),
+            ) as reader,
+        ):
+            yield reader
+
+
+def csv_fields(columns: Mapping[str, Sequence[bytes]]) -> dict[str, Field]:
+    """Fields of columns of text. The one place where such a schema becomes fields. Pure.
+
+    int64 where all values are whole numbers that are written as Python writes them (007 is text),
+    else float64, else bool (true, false), else str. Raises ConfigError for a column of numbers or
+    booleans in which a value is empty.
+    """
+    return {name: _field(name, values) for name, values in columns.items()}
+
+
+def _field(name: str, values: Sequence[bytes]) -> Field:
+    there = [value for value in values if value]
+    made = _told(there) if there else Field("str")
+    if len(there) < len(values) and made.dtype != "str":
+        raise ConfigError(
+            f"column {name!r} is empty in a row and {made.dtype} in others: no field of numbers "
+            f"can be empty; take it as text, fields={{{name!r}: Field('str'), ...}}, or leave it "
+            "out with fields="
+        )
+    return made
+
+
+def _told(values: Sequence[bytes]) -> Field:
+    if all(_INT.fullmatch(value) for value in values):
+        # what no int64 holds stays text, of which nothing is lost
+        return Field("int64" if all(-(1 << 63) <= int(v) < 1 << 63 for v in values) else "str")
+    if all(_FLOAT.fullmatch(value) for value in values):
+        return Field("float64")
+    return Field("bool" if all(value in _BOOLEANS for value in values) else "str")
+
+
+def csv_value(name: str, value: bytes, made: Field) -> object:
+    """A value as the field has it. Raises ConfigError."""
+    if made.dtype == "bytes":
+        return value
+    try:
+        if made.dtype == "str":
+            return value.decode()
+        if made.dtype == "bool":
+            return _BOOLEANS[value]
+        if made.dtype.startswith(("int", "uint")):
+            if _INT.fullmatch(value) is None:
+                raise ValueError
+            return int(value)
+        if _FLOAT.fullmatch(value) is None:
+            raise ValueError
+        return float(value)
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"column {name!r} is no UTF-8: {error.reason}") from None
+    except (ValueError, KeyError):
+        shown = "empty" if not value else repr(value[:40].decode(errors="replace"))
+        raise ConfigError(f"column {name!r} is {shown}, the field has {made.dtype}") from None

@@ -1,0 +1,120 @@
+"""CSV as a source: what is in the text is in the samples, bad rows by their number."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from pathlib import Path
+
+import pytest
+
+from hpstore.errors import ConfigError, IngestError
+from hpstore.loaders import Field, open_source
+from hpstore.loaders.ingestion import csv_source
+from tests.unit.test_ingest_sources import check_restart, items_of, plain
+
+pytest.importorskip("pyarrow", reason="needs pyarrow (the extra `parquet`)")
+
+ROWS = [
+    {
+        "n": str(2**62 + n),
+        "f": f"{n}.5",
+        "flag": str(n % 2 == 0),
+        "zip": f"00{n}",
+        "s": f'a,"é\n{n}',
+    }
+    for n in range(20)
+]
+
+
+def write(path: Path, rows: list[dict[str, str]], delimiter: str = ",") -> Path:
+    """By the standard library's writer."""
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t"), ("b.csv", ";")])
+def test_values_are_those_of_the_text(tmp_path: Path, name: str, delimiter: str) -> None:
+    """Ints, floats, booleans; codes with zeros in front, quotes and new lines stay text."""
+    path = write(tmp_path / name, ROWS, delimiter)
+    source = open_source(path, source_options={"delimiter": ";"} if delimiter == ";" else None)
+    assert source.kind == "csv"
+    dtypes = {field: made.dtype for field, made in (source.fields or {}).items()}
+    assert dtypes == {"n": "int64", "f": "float64", "flag": "bool", "zip": "str", "s": "str"}
+    assert [plain(item.sample) for item in items_of(source)] == [
+        {"n": 2**62 + n, "f": n + 0.5, "flag": n % 2 == 0, "zip": f"00{n}", "s": f'a,"é\n{n}'}
+        for n in range(20)
+    ]
+    check_restart(source)
+
+
+def test_bad_rows_are_named_in_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few or many values, no number, no UTF-8: by row, the header the first; in small blocks
+    that must grow, too."""
+    head = b"a,b\n" + b"1,x\n" * csv_source.LOOKED_AT
+    bad = b"2\nx,y\n3,y,z\n4,\xff\n07,u\n,u\n" + b"5," + b"v" * 5000 + b"\n6\n"
+    path = tmp_path / "a.csv"
+    path.write_bytes(head + bad)
+    problems: list[str] = []
+    for nbytes in (1 << 20, 64):
+        monkeypatch.setattr(csv_source, "_BLOCK_BYTES", nbytes)
+        items = items_of(open_source(path))[csv_source.LOOKED_AT :]
+        assert [item.name for item in items] == [f"a.csv row {n}" for n in range(1002, 1010)]
+        assert plain(items[6].sample) == {"a": 5, "b": "v" * 5000}
+        assert problems in ([], [item.problem for item in items])
+        problems = [item.problem for item in items]
+    for problem, said in zip(
+        problems,
+        ["1 values", "'x', the field has int64", "3 values", "UTF-8", "'07'", "empty", "", "1 val"],
+        strict=True,
+    ):
+        assert said in problem
+    check_restart(open_source(path))
+
+
+def test_columns_that_no_field_holds_are_refused(tmp_path: Path) -> None:
+    """Numbers of which some are empty: as text they can be taken."""
+    path = write(tmp_path / "a.csv", [{"a": "1", "b": "x"}, {"a": "", "b": "y"}])
+    with pytest.raises(ConfigError, match="column 'a' is empty in a row and int64"):
+        _ = open_source(path).fields
+    source = open_source(path)
+    source.restrict(["a"], {"a": Field("str")})
+    assert [plain(item.sample) for item in items_of(source)] == [{"a": "1"}, {"a": ""}]
+    source.restrict(["a"], {"a": Field("float32", (2,))})
+    with pytest.raises(ConfigError, match="'a': a value of CSV is a number or text"):
+        _ = source.fields
+
+
+def test_files_of_one_table_have_one_header(tmp_path: Path) -> None:
+    """Another header, a column twice, no row, an empty and a cut file: named."""
+    write(tmp_path / "a.csv", [{"a": "1"}])
+    write(tmp_path / "b.csv", [{"b": "1"}])
+    with pytest.raises(IngestError, match=r"b.csv has the columns \['b'\]"):
+        _ = open_source(tmp_path / "*.csv").fields
+    for data, said in [
+        (b"a,a\n1,2\n", "several columns named 'a'"),
+        (b"a,b\n", "no row"),
+        (b"", "cannot be read"),
+    ]:
+        (tmp_path / "c.csv").write_bytes(data)
+        with pytest.raises((ConfigError, IngestError), match=said):
+            _ = open_source(tmp_path / "c.csv").fields
+    whole = gzip.compress(write(tmp_path / "d", ROWS).read_bytes())
+    (tmp_path / "d.csv.gz").write_bytes(whole)
+    source = open_source(tmp_path / "d.csv.gz")
+    assert source.fields
+    (tmp_path / "d.csv.gz").write_bytes(whole[:-9])
+    assert "it cannot be read past row" in items_of(source)[-1].problem
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", ROWS)
+    with pytest.raises(ConfigError, match="did you mean 'delimiter'"):
+        open_source(path, source_options={"delimeter": ";"})
+    with pytest.raises(ConfigError, match="not one ASCII"):
+        open_source(path, source_options={"delimiter": ";;"})
+    with pytest.raises(ConfigError, match="options: none"):
+        open_source([{"a": 1}], source_options={"delimiter": ";"})
