@@ -7,6 +7,7 @@ import gzip
 import io
 import itertools
 import lzma
+import struct
 import tarfile
 from collections.abc import Sequence
 
@@ -16,6 +17,7 @@ from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.image_checks import image_problem
 from hpstore.loaders.ingestion.numpy_source import numpy_files
 from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
+from hpstore.loaders.ingestion.token_source import token_files
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 from tests.fuzz.engine import Target
 from tests.fuzz.pool_targets import scratch
@@ -213,7 +215,21 @@ def take_image(data: bytes) -> None:
         image_problem(data, suffix)
 
 
+def idx_seeds() -> list[bytes]:
+    """Two documents of one and two sequences, with and without modes."""
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 3)
+    parts = [np.array([2, 3, 1], "<i4"), np.array([0, 4, 10], "<i8"), np.array([0, 1, 3], "<i8")]
+    plain = head + b"".join(part.tobytes() for part in parts)
+    return [plain, plain + bytes(3), head[:17] + struct.pack("<BQQ", 4, 0, 0)]
+
+
+def take_idx(data: bytes) -> None:
+    scratch("megatron.bin", bytes(12))
+    take_source(token_files(scratch("megatron.idx", data)))
+
+
 SOURCE_TARGETS = [
+    Target(name="megatron-idx", run=take_idx, seeds=idx_seeds),
     Target(
         name="tar", run=take_tar, seeds=tar_seeds, take_apart=tar_blocks, put_together=tar_checked
     ),

@@ -20,6 +20,7 @@ from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
 from hpstore.loaders.ingestion.source_options import OPTIONS, options_of, refuse_options
 from hpstore.loaders.ingestion.source_paths import local_path
+from hpstore.loaders.ingestion.token_source import token_files
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 
 
@@ -40,7 +41,7 @@ def open_source(
         group, a torch Dataset, a sequence, an iterable or a function that returns one as what it
         is. A Source is returned as it is.
     format
-        "images", "webdataset", "parquet", "jsonl", "csv", "numpy" or "zarr". "auto": found from the
+        A SourceFormat, such as "images" or "jsonl" (docs/data.md has all). "auto": found from the
         endings of names and from what a folder holds.
     names
         Names of the fields of samples that are tuples.
@@ -103,6 +104,7 @@ def _from_path(where: str, kind: SourceFormat, check_images: bool, given: dict[s
         SourceFormat.PARQUET: lambda: ArrowTables(where),
         SourceFormat.JSONL: lambda: JsonLines(where),
         SourceFormat.CSV: lambda: CsvFiles(where, **given),
+        SourceFormat.TOKENS: lambda: token_files(where, **given),
         SourceFormat.NUMPY: lambda: numpy_files(where),
         SourceFormat.ZARR: lambda: _zarr(where),
     }

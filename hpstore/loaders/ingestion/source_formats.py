@@ -15,6 +15,7 @@ from hpstore.loaders.ingestion.json_lines_source import JSON_LINES
 from hpstore.loaders.ingestion.numpy_source import NUMPY
 from hpstore.loaders.ingestion.source_paths import local_path
 from hpstore.loaders.ingestion.table_files import no_table
+from hpstore.loaders.ingestion.token_source import TOKENS
 from hpstore.loaders.ingestion.webdataset_source import COMPRESSED, PLAIN
 
 ZARR_FILES = ("zarr.json", ".zarray", ".zgroup")
@@ -30,6 +31,7 @@ class SourceFormat(StrEnum):
     PARQUET = "parquet"
     JSONL = "jsonl"
     CSV = "csv"
+    TOKENS = "tokens"
     NUMPY = "numpy"
     ZARR = "zarr"
 
@@ -39,6 +41,7 @@ ENDINGS: dict[SourceFormat, tuple[str, ...]] = {
     SourceFormat.PARQUET: (*PARQUET, *ARROW),
     SourceFormat.JSONL: JSON_LINES,
     SourceFormat.CSV: TABLE_TEXT,
+    SourceFormat.TOKENS: TOKENS,
     SourceFormat.NUMPY: NUMPY,
     SourceFormat.ZARR: (".zarr",),
 }

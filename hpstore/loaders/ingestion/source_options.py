@@ -9,7 +9,10 @@ from typing import Any
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.source_formats import SourceFormat
 
-OPTIONS: dict[SourceFormat, tuple[str, ...]] = {SourceFormat.CSV: ("delimiter",)}
+OPTIONS: dict[SourceFormat, tuple[str, ...]] = {
+    SourceFormat.CSV: ("delimiter",),
+    SourceFormat.TOKENS: ("dtype", "record_tokens"),
+}
 
 
 def options_of(given: Mapping[str, object] | None) -> dict[str, Any]:
