@@ -224,9 +224,9 @@ def test_what_cannot_be_read_says_what_can(pool: Pool, tmp_path: Path) -> None:
             ingest(pool, "a", tmp_path / "deep", format=kind)
     ingest(pool, "a", f"{tmp_path}/deep/**/*.parquet", shuffle=False)
     assert numbers(pool, "a") == [3]
-    (tmp_path / "x.jsonl").write_text("{}")
+    (tmp_path / "x.other").write_text("{}")
     with pytest.raises(ConfigError, match="an iterable of its samples"):
-        ingest(pool, "b", tmp_path / "x.jsonl")
+        ingest(pool, "b", tmp_path / "x.other")
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,14 @@ from hpstore.loaders.ingestion.arrow_classes import (
     recorded_classes,
 )
 from hpstore.loaders.ingestion.arrow_nested import Convert, has_null, json_column, with_none
+from hpstore.loaders.ingestion.hive_partitions import Partitions, root_of
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
     SourceItem,
     digest_of,
 )
-from hpstore.loaders.ingestion.source_paths import file_facts
+from hpstore.loaders.ingestion.source_paths import file_facts, local_path
 from hpstore.loaders.ingestion.table_files import table_files
 
 PARQUET = (".parquet", ".pq")
@@ -74,6 +75,11 @@ class ArrowTables(BlockwiseSource):
             self._open(file)
         if self._schema is None:
             raise IngestError(f"{self.where}: {self._blocks[0].problem}")
+        self._root = root_of(local_path(where))
+        self._partitions = Partitions(self._arrow, self._root, self._files)
+        for field in self._partitions.schema:
+            self._schema = self._schema.append(field)
+        _columns(self._files[0], self._schema.names, self._schema.types)
         self.blocks = len(self._blocks)
         rows = [block.rows for block in self._blocks]
         self.length = None if None in rows else sum(r for r in rows if r is not None)
@@ -179,21 +185,29 @@ class ArrowTables(BlockwiseSource):
         """Over the path, size and time of change of every file."""
         return digest_of([self.kind, *file_facts(self._files)])
 
+    def _name(self, file: Path) -> str:
+        """Of a divided table, with the folders."""
+        if self._partitions.schema.names and file.is_relative_to(self._root):
+            return str(file.relative_to(self._root))
+        return file.name
+
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         found = self._blocks[block]
         origin, number = block << BLOCK_SHIFT, 0
-        name = found.file.name if found.rows is None else f"{found.file.name}: block {found.part}"
+        name = self._name(found.file)
         if found.problem:
-            yield from [SourceItem(name=found.file.name, origin=origin, problem=found.problem)][
-                start:
-            ]
+            yield from [SourceItem(name=name, origin=origin, problem=found.problem)][start:]
             return
+        name = name if found.rows is None else f"{name}: block {found.part}"
+        ours = self._partitions.schema.names
+        inside = [n for n in self._names if n not in ours]
         found_columns = {n: self._column(n) for n in self._names}
         columns = {n: convert for n, (_, convert) in found_columns.items()}
         optional = {n for n, (made, _) in found_columns.items() if made.optional}
         try:
-            for batch in _batches(self._arrow, found, self._names):
-                batch.validate(full=True)  # offsets that lie lead to other memory
+            for read in _batches(self._arrow, found, inside):
+                read.validate(full=True)  # offsets that lie lead to other memory
+                batch = self._partitions.added(found.file, read, self._names) if ours else read
                 if number + batch.num_rows > start:
                     rows = _samples(batch, columns, optional)
                     for row, (sample, problem) in enumerate(rows, number):
@@ -215,6 +229,8 @@ def pyarrow_of(what: str) -> Any:
     try:
         import pyarrow
         import pyarrow.csv
+        import pyarrow.dataset
+        import pyarrow.fs
         import pyarrow.parquet
     except ImportError as error:
         raise ConfigError(f"{what} need pyarrow: pip install 'hpstore[parquet]'") from error

@@ -78,7 +78,8 @@ def ingest(
 
     `source`, `source_options`: see open_source. `fields`: what to take of a sample, by name or
     with their types; by default all. Types come from the source's schema or its first samples.
-    `shuffle`: a permutation by `seed` where records can be read by number, else blocks permuted and mixed in windows of
+    `shuffle`: a permutation by `seed` where records can be read by number, else blocks permuted and
+    mixed in windows of
     `window_bytes`; the dataset records which, and the origin of every sample. `workers`: files or
     records read at a time (threads). Sizes are numbers or text such as "64MiB".
 

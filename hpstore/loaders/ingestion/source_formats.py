@@ -10,6 +10,7 @@ from pathlib import Path
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ARROW, PARQUET
 from hpstore.loaders.ingestion.csv_source import TABLE_TEXT
+from hpstore.loaders.ingestion.hive_partitions import divided_files
 from hpstore.loaders.ingestion.image_source import EXTENSIONS
 from hpstore.loaders.ingestion.json_lines_source import JSON_LINES
 from hpstore.loaders.ingestion.numpy_source import NUMPY
@@ -83,6 +84,8 @@ def _of_folder(path: Path) -> SourceFormat:
             if name.lower().endswith(EXTENSIONS):
                 return SourceFormat.IMAGES
     tables = (*PARQUET, *ARROW)
+    if any(True for _ in divided_files(path, tables)):
+        return SourceFormat.PARQUET
     if any(True for _ in _below(path, tables)):
         raise no_table(path, tables)
     raise ConfigError(f"{path} holds nothing of a known ending. {_KNOWN}")

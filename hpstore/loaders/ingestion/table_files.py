@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from hpstore.errors import ConfigError, IngestError
+from hpstore.loaders.ingestion.hive_partitions import divided_files
 from hpstore.loaders.ingestion.source_paths import local_path, source_files
 
 _HIDDEN = (".", "_")
@@ -31,7 +32,8 @@ def table_files(
     these endings lie beside them. Raises ConfigError, IngestError.
 
     A folder of Hugging Face's save_to_disk names them in state.json, one of its cache in
-    dataset_info.json, one of Parquet in `_metadata`.
+    dataset_info.json, one of Parquet in `_metadata`; without any of these, the tables in folders
+    named `column=value` are taken where there are none at the top.
     """
     folder = Path(local_path(where))
     if not folder.is_dir():
@@ -40,6 +42,9 @@ def table_files(
     beside = [file for file in folder.iterdir() if file.name.lower().endswith(tuple(endings))]
     if named is None:
         if not beside:
+            divided = list(divided_files(folder, endings))
+            if divided:
+                return divided, 0
             raise no_table(folder, endings)
         shown = [f for f in source_files(folder, endings) if not f.name.startswith(_HIDDEN)]
         named = [f for f in shown if not _CACHE.match(f.name)] or shown
@@ -112,12 +117,6 @@ def _inside(folder: Path, listing: str, names: Iterable[object]) -> list[Path]:
         parts = PurePosixPath(str(name)).parts
         if not isinstance(name, str) or not parts or ".." in parts or name.startswith("/"):
             raise IngestError(f"{folder / listing} names {name!r}, which is no file in the folder")
-        if any("=" in part for part in parts[:-1]):
-            raise ConfigError(
-                f"{folder} is divided by folders such as {parts[0]}: what their names say is a "
-                "column that is not in the files. Read them with pyarrow or datasets, and give the "
-                "records as an iterable"
-            )
         path = folder / name
         if not path.is_file():
             raise IngestError(f"{folder / listing} names {name}, which is not there")
