@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,13 +63,18 @@ def ingest(
     as_json: Json = False,
 ) -> None:
     """Write a folder, tars, tables or arrays as a dataset; run it again if it was interrupted.
+    Of a folder with train/ and val/ each is a dataset: NAME/train, NAME/val.
 
     hpstore dataset ingest pool.toml train /data/imagenet/train
     """
-    from hpstore.loaders import ingest as run
+    from hpstore.loaders import ingest_splits
+    from hpstore.loaders.ingestion import ingest as ingest_one
+    from hpstore.loaders.ingestion.source_splits import splits_of
 
+    split = bool(splits_of(source))
     with hpstore.open(pool) as opened, progress_bar("ingest") as bar:
-        report = run(
+        run: Any = ingest_splits if split else ingest_one  # Any: one report, or several by name
+        made = run(
             opened,
             name,
             source,
@@ -91,8 +96,9 @@ def ingest(
             progress=bar.samples,
         )
     if as_json:
-        emit_json(report.as_dict())
-    else:
+        emit_json({n: r.as_dict() for n, r in made.items()} if split else made.as_dict())
+        return
+    for report in made.values() if split else [made]:
         _show_ingest(report)
 
 

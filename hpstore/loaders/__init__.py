@@ -21,6 +21,7 @@ from hpstore.loaders.ingestion import (
     IngestProgress,
     IngestReport,
     ingest,
+    ingest_splits,
     open_source,
     unfinished_ingests,
 )
@@ -59,6 +60,7 @@ __all__ = [
     "delete_rows",
     "delete_version",
     "ingest",
+    "ingest_splits",
     "list_datasets",
     "list_versions",
     "open_source",

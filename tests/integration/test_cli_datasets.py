@@ -55,7 +55,7 @@ def test_options_reach_the_data_set(cli: PoolCommands, tmp_path: Path) -> None:
     assert facts["shuffle_seed"] is None
     assert "order sequential" in cli("ingest", "b", "a.npz", "--no-shuffle")
     assert "order global with seed 5" in cli("ingest", "c", "a.npz", "--seed", 5)
-    assert "is not one of" in cli("ingest", "d", "a.npz", "--format", "csv", code=2)
+    assert "is not one of" in cli("ingest", "d", "a.npz", "--format", "xml", code=2)
     assert "does not exist" in cli("ingest", "d", "none", code=2)
 
 

@@ -3,6 +3,14 @@
 from hpstore.loaders.ingestion.ingest_journal import unfinished_ingests
 from hpstore.loaders.ingestion.ingest_report import IngestProgress, IngestReport
 from hpstore.loaders.ingestion.ingest_run import ingest
+from hpstore.loaders.ingestion.ingest_splits import ingest_splits
 from hpstore.loaders.ingestion.open_source import open_source
 
-__all__ = ["IngestProgress", "IngestReport", "ingest", "open_source", "unfinished_ingests"]
+__all__ = [
+    "IngestProgress",
+    "IngestReport",
+    "ingest",
+    "ingest_splits",
+    "open_source",
+    "unfinished_ingests",
+]

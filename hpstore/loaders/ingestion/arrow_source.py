@@ -128,7 +128,7 @@ class ArrowTables(BlockwiseSource):
 
     def _column(self, name: str) -> tuple[Field, Convert]:
         """The field of a column, and how its values are made."""
-        made, convert = _column(self._arrow, self._schema.field(name))
+        made, convert = arrow_field(self._arrow, self._schema.field(name))
         told = self._types.get(name)
         if told is not None and told.dtype != "str" and self._is_categorical(name):
             made, convert = told, class_numbers(self._arrow, self._classes_of(name), told)
@@ -209,7 +209,7 @@ class ArrowTables(BlockwiseSource):
                 read.validate(full=True)  # offsets that lie lead to other memory
                 batch = self._partitions.added(found.file, read, self._names) if ours else read
                 if number + batch.num_rows > start:
-                    rows = _samples(batch, columns, optional)
+                    rows = arrow_samples(batch, columns, optional)
                     for row, (sample, problem) in enumerate(rows, number):
                         if row >= start:
                             yield SourceItem(
@@ -316,18 +316,18 @@ def _null_by_statistics(arrow: Any, block: _Block, name: str) -> bool | None:
         return has_null(mine, name)
 
 
-def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
+def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
     """The field of an Arrow column, and how its values are made. Raises ConfigError."""
     t, kind = arrow.types, field.type
     if t.is_dictionary(kind):
-        plain, convert = _column(arrow, arrow.field(field.name, kind.value_type))
+        plain, convert = arrow_field(arrow, arrow.field(field.name, kind.value_type))
         return plain, lambda column: convert(column.dictionary_decode())
     if t.is_string(kind) or t.is_large_string(kind):
         return Field("str"), lambda column: column.to_pylist()
     if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
         return Field("bytes"), lambda column: column.to_pylist()
     if t.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        plain, convert = _column(arrow, kind.field("bytes").with_name(field.name))
+        plain, convert = arrow_field(arrow, kind.field("bytes").with_name(field.name))
         return plain, lambda column: convert(column.field("bytes"))
     if t.is_timestamp(kind) or t.is_duration(kind) or t.is_time64(kind) or t.is_date64(kind):
         return Field("int64"), lambda column: _numbers(column.cast(arrow.int64()))
@@ -338,7 +338,7 @@ def _column(arrow: Any, field: Any) -> tuple[Field, Convert]:
     if (nested := _json_column(arrow, kind)) is not None:
         return nested
     if t.is_list(kind) or t.is_large_list(kind):
-        inner, convert = _column(arrow, kind.value_field.with_name(field.name))
+        inner, convert = arrow_field(arrow, kind.value_field.with_name(field.name))
         if not inner.is_ragged:
             return Field(inner.dtype, (None, *inner.shape)), lambda c: _ragged(c, convert)
     elif t.is_primitive(kind) and not t.is_temporal(kind) and not t.is_decimal(kind):
@@ -365,7 +365,7 @@ def _is_array(arrow: Any, kind: Any) -> bool:
 
 
 def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
-    inner, convert = _column(arrow, field.type.value_field.with_name(field.name))
+    inner, convert = arrow_field(arrow, field.type.value_field.with_name(field.name))
     size = field.type.list_size
     if inner.is_ragged or size < 1:
         raise ConfigError(f"column {field.name!r} is {field.type}, which no field can hold")
@@ -399,7 +399,7 @@ def _ragged(column: Any, convert: Convert) -> Sequence[object]:
     return [values[a:b] for a, b in pairwise([0, *ends.tolist()])]
 
 
-def _samples(
+def arrow_samples(
     batch: Any, columns: dict[str, Convert], optional: Collection[str]
 ) -> Iterator[tuple[dict[str, object] | None, str]]:
     """Samples of a batch, or what is wrong with each. Whole columns at once where none is null."""
@@ -410,7 +410,7 @@ def _samples(
     except _NullInside:
         if batch.num_rows > 1:
             for row in range(batch.num_rows):
-                yield from _samples(batch.slice(row, 1), columns, optional)
+                yield from arrow_samples(batch.slice(row, 1), columns, optional)
         else:
             yield None, "it holds a null: " + ", ".join(_null_columns(batch, columns, optional))
         return

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.csv_source import CsvFiles
+from hpstore.loaders.ingestion.hugging_face_source import hugging_face
 from hpstore.loaders.ingestion.image_source import ImageFolder
 from hpstore.loaders.ingestion.json_lines_source import JsonLines
 from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
@@ -20,6 +21,7 @@ from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
 from hpstore.loaders.ingestion.source_options import OPTIONS, options_of, refuse_options
 from hpstore.loaders.ingestion.source_paths import local_path
+from hpstore.loaders.ingestion.source_splits import refuse_splits
 from hpstore.loaders.ingestion.token_source import token_files
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 
@@ -59,7 +61,8 @@ def open_source(
     Raises
     ------
     ConfigError
-        `source` is not there or is not a source, its format is not clear, or an argument is wrong.
+        `source` is not there or is not a source, has several splits (see ingest_splits), its
+        format is not clear, or an argument is wrong.
     IngestError
         Its files cannot be taken as a source.
     """
@@ -68,6 +71,7 @@ def open_source(
     if isinstance(names, str) or not all(isinstance(name, str) for name in names or ()):
         raise ConfigError(f"names are {names!r}: give a list of names of fields")
     given = options_of(source_options)
+    refuse_splits(source)
     if isinstance(source, str | os.PathLike):
         where = os.fspath(source)
         return _from_path(where, format_of(where, format), check_images, given)
@@ -80,6 +84,8 @@ def open_source(
         return Arrays({str(name): array for name, array in source.items()})
     if type(source).__module__.partition(".")[0] == "zarr":
         return _zarr(source)
+    if type(source).__module__.partition(".")[0] == "datasets":
+        return hugging_face(source)
     return _from_object(source, names)
 
 

@@ -1,0 +1,161 @@
+"""Datasets of Hugging Face `datasets`, as they are in memory: with a length, or streaming.
+
+Their Arrow data is read as it is: nothing is decoded, and what map() and select() made is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.class_names import CLASSES
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_classes import recorded_classes
+from hpstore.loaders.ingestion.arrow_nested import with_none
+from hpstore.loaders.ingestion.arrow_source import Convert, arrow_field, arrow_samples, pyarrow_of
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    SourceItem,
+    digest_of,
+)
+from hpstore.units import div_ceil
+
+BLOCK_ROWS = 1000
+
+
+class _ArrowRows(BlockwiseSource):
+    """Rows that come as Arrow tables. Any: datasets is not imported here."""
+
+    kind = "huggingface"
+
+    def __init__(self, dataset: Any, schema: Any) -> None:
+        self._arrow = pyarrow_of("datasets of Hugging Face")
+        self._dataset, self._schema = dataset, schema
+        self.where = type(dataset).__name__
+        self._names: list[str] = list(schema.names)
+        self._optional: dict[str, bool] = {}
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._optional = {name: made.optional for name, made in types.items()}
+        self._names = [name for name in self._schema.names if name in names]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: self._column(name)[0] for name in self._names}
+
+    def _column(self, name: str) -> tuple[Field, Convert]:
+        made, convert = arrow_field(self._arrow, self._schema.field(name))
+        if name not in self._optional:
+            self._optional[name] = self._has_null(name)
+        if self._optional[name]:
+            return replace(made, optional=True), with_none(convert)
+        return made, convert
+
+    def _has_null(self, name: str) -> bool:
+        """Whether a column is one of an optional field."""
+        raise NotImplementedError
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """Names of classes by column, as `datasets` records them."""
+        found = recorded_classes(self._schema)
+        return {CLASSES: found} if found else {}
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        found = {name: self._column(name) for name in self._names}
+        columns = {name: convert for name, (_, convert) in found.items()}
+        optional = [name for name, (made, _) in found.items() if made.optional]
+        number = start
+        for table in self._tables(block, start):
+            for batch in table.select(self._names).to_batches():
+                for sample, problem in arrow_samples(batch, columns, optional):
+                    yield SourceItem(
+                        name=self._name(block, number),
+                        origin=block << BLOCK_SHIFT | number,
+                        sample=sample,
+                        problem=problem,
+                    )
+                    number += 1
+
+    def _tables(self, block: int, start: int) -> Iterator[Any]:
+        """Rows of a block from number `start` on."""
+        raise NotImplementedError
+
+    def _name(self, block: int, number: int) -> str:
+        raise NotImplementedError
+
+
+class HuggingFaceRows(_ArrowRows):
+    """A datasets.Dataset; a block is 1000 rows."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset, dataset.features.arrow_schema)
+        self.length = len(dataset)
+        self.blocks = div_ceil(self.length, BLOCK_ROWS)
+
+    def fingerprint(self) -> str:
+        """The fingerprint that datasets keeps: of the source and all that was done to it."""
+        made = getattr(self._dataset, "_fingerprint", "")
+        return digest_of([self.kind, made, self.length, str(self._schema)])
+
+    def _tables(self, block: int, start: int) -> Iterator[Any]:
+        first = block * BLOCK_ROWS
+        stop = min(first + BLOCK_ROWS, self.length or 0)
+        if first + start < stop:
+            yield self._dataset.with_format("arrow")[first + start : stop]
+
+    def _has_null(self, name: str) -> bool:
+        rows = self._dataset.with_format("arrow")
+        starts = range(0, self.length or 0, BLOCK_ROWS)
+        return any(rows[at : at + BLOCK_ROWS].column(name).null_count for at in starts)
+
+    def _name(self, block: int, number: int) -> str:
+        return f"{self.where}[{block * BLOCK_ROWS + number}]"
+
+
+class HuggingFaceStream(_ArrowRows):
+    """A datasets.IterableDataset; a block is one of its shards. A resumed ingest skips rows."""
+
+    def __init__(self, dataset: Any) -> None:
+        arrow = pyarrow_of("datasets of Hugging Face")
+        if dataset.features is not None:
+            schema = dataset.features.arrow_schema
+        else:
+            first = next(iter(dataset.with_format("arrow").iter(batch_size=BLOCK_ROWS)), None)
+            schema = arrow.schema([]) if first is None else first.schema
+        super().__init__(dataset, schema)
+        self.blocks = int(getattr(dataset, "num_shards", 0) or dataset.n_shards)
+
+    def fingerprint(self) -> str:
+        """Over its origin, columns and shards: rows are not looked at, as that would draw them."""
+        info = self._dataset.info
+        said = [info.builder_name, info.dataset_name, info.config_name, str(info.version)]
+        split = str(self._dataset.split)
+        return digest_of([self.kind, *said, split, str(self._schema), self.blocks])
+
+    def _tables(self, block: int, start: int) -> Iterator[Any]:
+        shard = self._dataset.with_format("arrow")
+        if self.blocks > 1:
+            shard = shard.shard(num_shards=self.blocks, index=block)
+        if start:
+            shard = shard.skip(start)
+        yield from shard.iter(batch_size=BLOCK_ROWS)
+
+    def _has_null(self, name: str) -> bool:
+        """Rows of a stream are not looked at: fields= says which fields are optional."""
+        return False
+
+    def _name(self, block: int, number: int) -> str:
+        return f"{self.where}: shard {block} row {number}"
+
+
+def hugging_face(source: Any) -> BlockwiseSource:
+    """The source of an object of `datasets`. Raises ConfigError for what has no rows."""
+    if hasattr(source, "data") and hasattr(source, "features") and hasattr(source, "__len__"):
+        return HuggingFaceRows(source)
+    if hasattr(source, "iter") and hasattr(source, "features"):
+        return HuggingFaceStream(source)
+    raise ConfigError(f"a {type(source).__name__} of datasets is no source of samples")

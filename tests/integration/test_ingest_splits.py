@@ -1,0 +1,144 @@
+"""Splits: train and val of a folder, a table or a DatasetDict are datasets, not classes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpstore.errors import ConfigError, IngestError, VersionConflict
+from hpstore.loaders import Dataset, ingest, ingest_splits, list_datasets, open_source
+from hpstore.loaders.ingestion.source_splits import splits_of
+from hpstore.pool.pool import Pool
+from tests.integration.cli_cases import PoolCommands
+from tests.integration.ingest_cases import Stop, images, make_pool, samples, stop_after
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    with make_pool(tmp_path) as made:
+        yield made
+
+
+def names(pool: Pool) -> list[str]:
+    return sorted(found.name for found in list_datasets(pool))
+
+
+def test_folders_of_images_are_split(pool: Pool, tmp_path: Path) -> None:
+    """The classes are those inside each; one of them can be named by itself."""
+    for split, count in [("train", 9), ("val", 6)]:
+        images(tmp_path / "in" / split, count, 50)
+    reports = ingest_splits(pool, "photos", tmp_path / "in")
+    assert {split: report.samples for split, report in reports.items()} == {"train": 9, "val": 6}
+    assert names(pool) == ["photos/train", "photos/val"]
+    with Dataset(pool, "photos/val") as found:
+        assert found.metadata["classes"] == ["class0", "class1", "class2"]
+    with pytest.raises(ConfigError, match=r"holds the splits train, val: name one .*in/train"):
+        ingest(pool, "x", tmp_path / "in")
+    assert ingest(pool, "x", tmp_path / "in/val").samples == 6
+    with pytest.raises(VersionConflict, match="photos/train, photos/val exist"):
+        ingest_splits(pool, "photos", tmp_path / "in")
+
+
+def test_classes_of_such_names_stay_classes(tmp_path: Path) -> None:
+    """A train beside a car is a vehicle; a tar beside the folders, too, is no split."""
+    for name in ("train", "car"):
+        images(tmp_path / "vehicles" / name, 3, 50)
+    assert open_source(tmp_path / "vehicles").metadata["classes"] == ["car", "train"]
+    assert splits_of(str(tmp_path)) == {}
+    with pytest.raises(ConfigError, match="has no splits"):
+        ingest_splits(None, "x", tmp_path / "vehicles")  # type: ignore[arg-type]  # not reached
+
+
+def test_files_named_for_splits_are_split(pool: Pool, tmp_path: Path) -> None:
+    """As Hugging Face's hub names them, and plainly; one split alone is a source."""
+    for name, rows in [("train-00000-of-00002", 2), ("train-00001-of-00002", 2), ("test", 1)]:
+        lines = "".join(json.dumps({"n": n}) + "\n" for n in range(rows))
+        (tmp_path / f"in_{name}.jsonl").write_text(lines)
+    assert splits_of(tmp_path) == {}  # in_train: a name like any other
+    root = tmp_path / "in"
+    root.mkdir()
+    for path in tmp_path.glob("in_*"):
+        path.rename(root / path.name.removeprefix("in_"))
+    reports = ingest_splits(pool, "t", root)
+    assert {split: report.samples for split, report in reports.items()} == {"test": 1, "train": 4}
+    (root / "test.jsonl").unlink()
+    assert splits_of(root) == {}
+    assert open_source(root).kind == "jsonl"
+
+
+def test_a_cut_ingest_goes_on_with_its_split(pool: Pool, tmp_path: Path) -> None:
+    """What is published stays as it is; a bad record of a later split names that."""
+    for split in ("train", "val"):
+        images(tmp_path / "in" / split, 6, 50)
+    bad = tmp_path / "in/val/class0/x.jpg"
+    bad.write_bytes(b"\xff\xd8cut")
+    with pytest.raises(IngestError, match=r"in/val: bad record"):
+        ingest_splits(pool, "p", tmp_path / "in", shuffle=False)
+    assert names(pool) == ["p/train"]
+    bad.unlink()
+    with pytest.raises(Stop):
+        ingest_splits(pool, "p", tmp_path / "in", progress=stop_after(3))
+    assert list(ingest_splits(pool, "p", tmp_path / "in")) == ["val"]
+    assert names(pool) == ["p/train", "p/val"]
+
+
+def test_the_command_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line for each; with --json by name."""
+    cli = PoolCommands(tmp_path, capsys, "dataset")
+    cli.create(data=2, parity=1, devices=3)
+    for split in ("train", "test"):
+        images(tmp_path / "in" / split, 3, 50)
+    said = cli("ingest", "p", "in")
+    assert "p/test: 3 samples" in said
+    assert "p/train: 3 samples" in said
+    assert set(cli.json("ingest", "p", "in", "--overwrite")) == {"test", "train"}
+
+
+def test_dataset_dicts_of_hugging_face(pool: Pool, tmp_path: Path) -> None:
+    """In memory, streaming and saved; a class is its number, an image its bytes."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `huggingface`)")
+    features = datasets.Features(
+        {"n": datasets.Value("int32"), "c": datasets.ClassLabel(names=["a", "b"])}
+    )
+    parts = {
+        split: datasets.Dataset.from_dict(
+            {"n": list(range(rows)), "c": ["a", "b"] * (rows // 2)}, features=features
+        )
+        for split, rows in [("train", 8), ("test", 4)]
+    }
+    both = datasets.DatasetDict(parts)
+    both.save_to_disk(tmp_path / "saved")
+    streams = datasets.IterableDatasetDict(
+        {split: part.to_iterable_dataset(num_shards=2) for split, part in parts.items()}
+    )
+    for name, source in [("memory", both), ("streams", streams), ("disk", tmp_path / "saved")]:
+        reports = ingest_splits(pool, name, source, shuffle=False)
+        assert reports["train"].fields == {"n": ("int32", ()), "c": ("int64", ())}
+        found = [(int(s["n"]), int(s["c"])) for s in samples(pool, f"{name}/train")]
+        assert found == [(n, n % 2) for n in range(8)]
+        assert len(samples(pool, f"{name}/test")) == 4
+
+
+def test_a_hugging_face_dataset_goes_on(pool: Pool) -> None:
+    """What select() left, from any row on; a null is a bad record; nested columns are refused."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `huggingface`)")
+    from tests.unit.test_ingest_sources import check_restart, items_of, plain
+
+    made = datasets.Dataset.from_dict({"n": list(range(3000)), "s": ["x"] * 2999 + [None]})
+    for source in (made.select(range(2999, -1, -1)), made.to_iterable_dataset(num_shards=3)):
+        opened = open_source(source)
+        opened.restrict(["n"], {})
+        wanted = list(range(3000))
+        found = [plain(item.sample)["n"] for item in items_of(opened)]
+        assert sorted(found) == wanted  # type: ignore[type-var]  # ints
+        problems = [item.problem for item in items_of(open_source(source)) if item.problem]
+        assert problems == ["it holds a null: 's'"]
+    few = open_source(made.select(range(5)).to_iterable_dataset())
+    check_restart(few)
+    assert open_source(made).fingerprint() != open_source(made.select(range(3))).fingerprint()
+    nested = datasets.Dataset.from_dict({"a": [{"b": 1}]})
+    with pytest.raises(ConfigError, match="column 'a' is struct"):
+        _ = open_source(nested).fields
