@@ -75,8 +75,8 @@ class ArrowTables(BlockwiseSource):
             self._open(file)
         if self._schema is None:
             raise IngestError(f"{self.where}: {self._blocks[0].problem}")
-        self._root = root_of(local_path(where))
-        self._partitions = Partitions(self._arrow, self._root, self._files)
+        self._root: Path = root_of(local_path(where))
+        self._partitions: Partitions = Partitions(self._arrow, self._root, self._files)
         for field in self._partitions.schema:
             self._schema = self._schema.append(field)
         _columns(self._files[0], self._schema.names, self._schema.types)
@@ -133,7 +133,11 @@ class ArrowTables(BlockwiseSource):
         if told is not None and told.dtype != "str" and self._is_categorical(name):
             made, convert = told, class_numbers(self._arrow, self._classes_of(name), told)
         if told is None and name not in self._nulls:
-            self._nulls[name] = any(self._has_null(block, name) for block in self._blocks)
+            self._nulls[name] = (
+                self._partitions.has_null(name)
+                if name in self._partitions.schema.names
+                else any(self._has_null(block, name) for block in self._blocks)
+            )
         if told.optional if told is not None else self._nulls[name]:
             return replace(made, optional=True), with_none(convert)
         return made, convert

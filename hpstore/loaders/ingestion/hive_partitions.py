@@ -62,6 +62,10 @@ class Partitions:
             found = dataset.get_partition_keys(parse(f"{inside.as_posix()}/{file.name}"))
             self._values[file] = found
 
+    def has_null(self, name: str) -> bool:
+        """Whether a file has no value of one of these columns."""
+        return any(values.get(name) is None for values in self._values.values())
+
     def added(self, file: Path, batch: Any, names: Sequence[str]) -> Any:
         """A batch of a file with the columns of its folders, of these names."""
         arrays, fields = list(batch.columns), list(batch.schema)

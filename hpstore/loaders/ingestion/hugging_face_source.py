@@ -13,8 +13,8 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.class_names import CLASSES
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.arrow_classes import recorded_classes
-from hpstore.loaders.ingestion.arrow_nested import with_none
-from hpstore.loaders.ingestion.arrow_source import Convert, arrow_field, arrow_samples, pyarrow_of
+from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
+from hpstore.loaders.ingestion.arrow_source import arrow_field, arrow_samples, pyarrow_of
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,

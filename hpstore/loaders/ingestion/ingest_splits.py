@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
-from hpstore.loaders.dataset.publish_dataset import list_datasets, require_pool
+from hpstore.loaders.dataset.publish_dataset import list_datasets
+from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.ingest_report import IngestReport
 from hpstore.loaders.ingestion.ingest_run import ingest
 from hpstore.loaders.ingestion.source_splits import splits_of
