@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
 from hpstore.loaders.batching.mixture import Mixture
+from hpstore.loaders.batching.packing import Packing, cu_seqlens, document_mask
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.batch_values import Ragged
 from hpstore.loaders.dataset.dataset import Dataset
@@ -52,13 +53,16 @@ __all__ = [
     "LoaderMemory",
     "Mixture",
     "Order",
+    "Packing",
     "Ragged",
     "WeightedOrder",
     "ZarrDataset",
     "add_field",
+    "cu_seqlens",
     "delete_dataset",
     "delete_rows",
     "delete_version",
+    "document_mask",
     "ingest",
     "ingest_splits",
     "list_datasets",

@@ -15,17 +15,12 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_counters import Waits
+from hpstore.loaders.batching.chosen_data import chosen_data, decoder_of, order_for
 from hpstore.loaders.batching.direct_conditions import direct_access, why_no_direct
+from hpstore.loaders.batching.engines import AnyEngine, fingerprints, make_engine
 from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
-from hpstore.loaders.batching.mixture import AnyEngine, fingerprints, make_engine
-from hpstore.loaders.batching.native_iterator import (
-    BatchRun,
-    EndIterator,
-    NativeIterator,
-    decoder_of,
-    native_of,
-    order_for,
-)
+from hpstore.loaders.batching.native_iterator import BatchRun, EndIterator, NativeIterator
+from hpstore.loaders.batching.packing import Packing
 from hpstore.loaders.batching.postprocess import Finish
 from hpstore.loaders.batching.rank_sampler import (
     RankSampler,
@@ -34,9 +29,9 @@ from hpstore.loaders.batching.rank_sampler import (
     show_sampler,
 )
 from hpstore.loaders.batching.torch_arguments import (
-    CACHE_STAYS,
     T_co,
     asked_processes,
+    copied_cache,
     kept_names,
     native_options,
     require_arguments,
@@ -51,6 +46,7 @@ from hpstore.loaders.batching.torch_iterator import (
 from hpstore.loaders.batching.torch_run_state import Companions, Skipping
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.image_decode import Decode
+from hpstore.loaders.dataset.row_filter import RowFilter
 from hpstore.loaders.gpu.gpu_device import Gpu
 from hpstore.loaders.sampling.data_parallel import RankShares
 from hpstore.loaders.sampling.loader_state import LoaderState, order_text
@@ -97,6 +93,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     transform, collate_fn, batch_transform
         Called with a sample, a list of them, a batch; the first and last also with a numpy
         generator keyed by (seed, epoch, position), where they take two arguments.
+    packing, filter
+        Documents of tokens become sequences of one length. A function of the columns gives a mask
+        of the samples to read, or comparisons do that all must hold: [("label", "==", 3)].
     on_error, decode
         "raise", or "skip" samples that are damaged beyond repair (counted in stats()).
         True, an ImageDecode, or a dict of these by field: images come as tensors (docs/data.md).
@@ -143,15 +142,16 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         batch_transform: Any = None,
         on_error: str = "raise",
         decode: Decode = None,
+        packing: Packing | None = None,
+        filter: RowFilter | None = None,  # noqa: A002 (as torch has names of builtins)
     ) -> None:
         self.shuffle, self.seed, self.device, self.layout = shuffle, seed, device, layout
         self.gpu, self.cache, self.memory, self.decode = gpu, cache, memory, decode
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
-        self._native = native_of(dataset)
-        self._by_user = sampler is not None or batch_sampler is not None
-        options: dict[str, Any] = {
+        self.packing, self.filter = packing, filter
+        options = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
             "pin_memory": pin_memory,
@@ -173,6 +173,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     ) -> None:
         """Check, then make what the arguments ask for. `options`: those of torch's arguments."""
         require_arguments(self, dataset, sampler, batch_sampler, options)
+        self._by_user = sampler is not None or batch_sampler is not None
+        self._native = chosen_data(dataset, self.filter, self.packing)
         self._processes = None if self._native is None else asked_processes(options)
         self._prepare(dataset, options["batch_size"], options["drop_last"])
         self.finish = self._make_finish(options["collate_fn"])
@@ -328,7 +330,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         assert self._native is not None
         if self._engine is None or self._engine.pid != os.getpid():
             self._engine = make_engine(
-                self._native.data,
+                self._native,
                 self.order,
                 memory=self.memory,
                 cache=self.cache,
@@ -459,9 +461,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         for name in ("engine", "engine_end", "ready", "iterator", "runs", "threads"):
             state[f"_{name}"] = None
         state["finish"] = state["_others"] = None
-        if isinstance(self.cache, Cache):
-            state["cache"] = None
-            _log.warning(CACHE_STAYS)
+        state["cache"] = copied_cache(self.cache)
         if isinstance(self.sampler, RankSampler):
             del state["sampler"]
             state.pop("batch_sampler" if self._native is not None else "", None)

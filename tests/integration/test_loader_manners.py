@@ -258,5 +258,5 @@ def test_an_epoch_that_is_asked_for_in_the_midst_of_another_is_the_next(
 
 
 def test_a_mixture_of_something_else_is_refused_by_name(data: Dataset) -> None:
-    with pytest.raises(ConfigError, match="this is a Subset"):
-        Mixture([Subset(data, range(5))], [1.0])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="this is a list"):
+        Mixture([data, [1, 2]], [1.0, 1.0])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import hpstore
 from hpstore import Pool
@@ -110,8 +111,21 @@ def test_what_does_not_mix_is_refused(parts: list[Dataset]) -> None:
         Mixture([a, Dataset(b.pool, "b", fields=["x"])], [1, 1])
     with pytest.raises(ConfigError, match="2 data sets, 1 weights"):
         Mixture(parts, [1])
-    with pytest.raises(ConfigError, match="of a mixture"):
-        DataLoader(Mixture(parts, [1, 1]), shuffle="window")
+    mixed: Any = Mixture(parts, [1, 1])
+    with pytest.raises(ConfigError, match="of a part of a mixture"):
+        DataLoader(Subset(mixed, range(5)), shuffle="window")
+    with pytest.raises(ConfigError, match="this is a TensorDataset"):
+        Mixture([a, TensorDataset(torch.zeros(3))], [1, 1])
+    with pytest.raises(ConfigError, match=r"indices 0 \.\. 9000 of 3000"):
+        Mixture([Subset(a, [0, 9000])], [1])
+    with pytest.raises(ConfigError, match="ConcatDataset: use"):
+        DataLoader(Mixture([ConcatDataset([a, b])], [1]), shuffle="window")
+    with pytest.raises(ConfigError, match="length and stop of a mixture"):
+        Mixture(parts, [1, 1], length=5, stop="first")
+    with pytest.raises(ConfigError, match="neither"):
+        Mixture(parts, [1, 1], stop="last")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="those of sequences"):
+        DataLoader(Mixture(parts, [1, 1], tokens=500))
     one = DataLoader(Mixture(parts, [1, 1]), shuffle=True)
     other = DataLoader(Mixture([b, a], [1, 1]), shuffle=True)
     with pytest.raises(ConfigError, match="data set"):

@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.sampling.mixture_order import MIX_BLOCK_POSITIONS, MixtureOrder, MixtureShares
+from hpstore.loaders.sampling.mixture_order import MIX_BLOCK_POSITIONS, MixtureOrder
+from hpstore.loaders.sampling.mixture_shares import MixtureShares
 from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder
 from hpstore.loaders.sampling.random_draws import Indices
 
@@ -73,7 +74,7 @@ def test_every_source_goes_through_its_own_epochs(mixture: MixtureOrder) -> None
     """What three epochs take from a source is the beginning of its epochs, one after another."""
     parts = [mixture.indices(e, 0, mixture.length) for e in range(3)]
     drawn = mixture.split(np.concatenate(parts))
-    for source, order in enumerate(mixture._orders):
+    for source, order in enumerate(mixture.orders):
         taken = drawn.sample[drawn.source == source]
         rounds = range(len(taken) // order.length + 1)
         own = np.concatenate([order.indices(e, 0, order.length) for e in rounds])

@@ -76,12 +76,23 @@ class Session:
         ahead = len(indices)
         if self.order is not None:  # rows that pad an epoch are from its begin: not filled again
             ahead = max(0, min(ahead, self.order.length - piece.start))
-        made = self._batch(indices, ahead, lambda: self._urgent(piece))
+        made = self._batch(indices, ahead, lambda: self._urgent(piece, piece.epoch, piece.start))
         took = time.perf_counter() - began
         self.counts.make_seconds += took
         return indices, made
 
-    def _urgent(self, piece: BatchPiece) -> bool:
+    def part(
+        self, piece: BatchPiece, epoch: int, start: int, indices: Indices, ahead: int
+    ) -> Batch:
+        """Samples that are needed for a piece of another order: of a mixture, or of sequences.
+
+        `epoch`, `start`: where they begin in this order; the first `ahead` of them follow there.
+        """
+        if self.cached is not None:
+            self.cached.reached(epoch)
+        return self._batch(indices, ahead, lambda: self._urgent(piece, epoch, start))
+
+    def _urgent(self, piece: BatchPiece, epoch: int, start: int) -> bool:
         """Whether its records are read singly, beside those who fill pages in another order.
 
         Singly they cost the device several times as much: only what the trainer waits for. Where a
@@ -89,7 +100,7 @@ class Session:
         """
         if self._left:
             return True
-        hurried = piece.epoch == self.epoch and piece.start in self.hurried
+        hurried = epoch == self.epoch and start in self.hurried
         hurried |= self.filler is not None and not self.filler.begun  # nothing comes before it
         return self._head is piece and (hurried or not self.ordered)
 
@@ -104,12 +115,16 @@ class Session:
             if self.filler is not None:
                 self.filler.begin()
 
-    def needed_from(self, piece: BatchPiece | None) -> None:
-        """This piece is the next to be handed out: what only earlier ones needed may go."""
+    def needed_from(self, piece: BatchPiece | None, place: tuple[int, int] | None = None) -> None:
+        """This piece is the next to be handed out: what only earlier ones needed may go.
+
+        `place`: the (epoch, position) where it begins, if it is one of another order.
+        """
         self._head = piece
         if self.own and self.order is not None and piece is not None:
+            epoch, start = (piece.epoch, piece.start) if place is None else place
             for slab in self.slabs.values():
-                slab.advance(piece.epoch * self.order.length + piece.start)
+                slab.advance(epoch * self.order.length + start)
         if not self.ordered or self.hurried:  # the head is urgent, others are not
             for slab in self.slabs.values():
                 slab.look_again()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hpstore.loaders.batching.chosen_data import Native
 from hpstore.loaders.batching.loader_options import GpuTransfer
 from hpstore.loaders.batching.mixture import Mixture
-from hpstore.loaders.batching.native_iterator import Native
 from hpstore.loaders.cache import Cache
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ def why_no_direct(
         return "records come through a Cache"
     if native is None or isinstance(native.data, Mixture):
         return "batches are put together in host memory (a mixture, or a foreign data set)"
+    if native.packing is not None:
+        return "documents are packed into sequences in host memory"
     if on_host:
         return f"samples are worked on in host memory ({on_host})"
     return ""

@@ -1,30 +1,53 @@
-"""Several datasets as one, in fixed shares."""
+"""Several datasets as one, in fixed shares or in shares that change."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
-import torch
+import torch.utils.data
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.batching.batch_counters import Counts, PoolReads
-from hpstore.loaders.batching.batch_maker import Engine, Session, cache_budget
-from hpstore.loaders.batching.loader_options import LoaderMemory
-from hpstore.loaders.cache import Cache
-from hpstore.loaders.dataset.batch_values import Batch, BatchValue, Ragged, row_bytes
+from hpstore.loaders.batching.dataset_orders import is_plain, source_order
 from hpstore.loaders.dataset.dataset import Dataset
-from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.sampling.batch_plan import BatchPiece
+from hpstore.loaders.dataset.row_filter import RowFilter, filter_mask
 from hpstore.loaders.sampling.mixture_order import MixtureOrder, Sources, sources_of
-from hpstore.loaders.sampling.order import PERMUTATION_SAMPLES, GlobalOrder, Order, SequentialOrder
+from hpstore.loaders.sampling.mixture_shares import Stop, WeightSteps, require_stop, schedule_of
+from hpstore.loaders.sampling.order import PERMUTATION_SAMPLES, Order
 from hpstore.loaders.sampling.random_draws import Indices, derive_seed
-from hpstore.runtime.closing import Closing
+from hpstore.units import MIB, whole_argument
 
-if TYPE_CHECKING:
-    from hpstore.loaders.gpu.direct_reader import DirectAccess
+WINDOW_BYTES = 64 * MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MixtureSource:
+    """What is mixed in: datasets laid end to end, all samples of them or those of `mapping`."""
+
+    parts: tuple[Dataset, ...]
+    mapping: Indices | None = None
+
+    @property
+    def samples(self) -> int:
+        """Indices are below it."""
+        return sum(map(len, self.parts))
+
+    def __len__(self) -> int:
+        return self.samples if self.mapping is None else len(self.mapping)
+
+    def filtered(self, condition: RowFilter, number: int) -> MixtureSource:
+        """Those of its samples that a filter keeps. ConfigError when it keeps none."""
+        mask = np.concatenate([filter_mask(part, condition) for part in self.parts])
+        kept = np.flatnonzero(mask) if self.mapping is None else self.mapping[mask[self.mapping]]
+        if not len(kept):
+            names = ", ".join(repr(part.name) for part in self.parts)
+            raise ConfigError(
+                f"filter keeps none of the {len(self)} samples of source {number} of the mixture "
+                f"({names}). Nothing was started; change the filter, or leave the source out"
+            )
+        return replace(self, mapping=kept.astype(np.int64))
 
 
 class Mixture:
@@ -36,62 +59,127 @@ class Mixture:
     Parameters
     ----------
     datasets
-        Open datasets. They stay the caller's.
+        Open datasets, Subsets of them, or ConcatDatasets of both. They stay the caller's.
     weights
-        Share of each dataset, of their sum: finite and not negative, one above 0.
+        Share of each dataset, of their sum: finite and not negative, one above 0. Or a list of
+        (step, weights): from each step on others, counted from the start of the first epoch.
     length
-        Samples of an epoch. Default: those of all datasets together.
+        Samples of an epoch; of a loader with `packing`, sequences. Default: those of all datasets
+        together.
     source_field
         Name of an int64 field that batches have besides: the number of the dataset in `datasets`
         that a sample is from.
+    stop
+        Instead of a length: an epoch ends when the "first" of the datasets has been gone through
+        once, or "all" of them, with the weights that hold from the start. The others go on in the
+        next epoch where they have stopped.
+    tokens
+        Instead of a length, for a loader with `packing`: tokens of an epoch, rounded up to whole
+        sequences.
+    step_samples
+        Samples that a step of `weights` is: your global batch. Thereby the weights change at the
+        same sample whatever batches a resumed run has.
 
     Raises
     ------
     ConfigError
-        There is no dataset, one is not a Dataset of hpstore, their fields differ, there are more or
-        fewer weights, or `source_field` is a field already. Weights are checked by order().
+        There is no dataset, one is not of hpstore, their fields differ, there are more or
+        fewer weights, they or the steps cannot be used, `source_field` is a field already, or two
+        of `length`, `stop` and `tokens` are given.
     """
 
     def __init__(
         self,
-        datasets: Sequence[Dataset],
-        weights: Sequence[float],
+        datasets: Sequence[Any],
+        weights: Sequence[float] | WeightSteps,
         *,
         length: int | None = None,
         source_field: str | None = None,
+        stop: Stop | None = None,
+        tokens: int | None = None,
+        step_samples: int = 1,
     ) -> None:
         if not datasets:
             raise ConfigError("a mixture of no data sets")
-        for data in datasets:
-            if not isinstance(data, Dataset):
-                raise ConfigError(
-                    f"a mixture is of hpstore's Datasets, this is a {type(data).__name__}. A part "
-                    "of a data set is mixed in as a data set of its own; a Subset of the whole "
-                    "mixture is those samples, each once, whatever the weights."
-                )
-        first = datasets[0]
-        for other in datasets[1:]:
+        self.datasets, self.length, self.source_field = tuple(datasets), length, source_field
+        self.weights = weights
+        self.stop, self.tokens, self.step_samples = stop, tokens, step_samples
+        self._require_one_end()
+        self._set_sources(tuple(mixture_source(data) for data in datasets))
+        self._require_same_fields()
+        self.schedule = schedule_of(weights, len(datasets), step_samples)
+
+    def _require_one_end(self) -> None:
+        given = {"length": self.length, "stop": self.stop, "tokens": self.tokens}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} of a mixture: one of them ends an epoch")
+        require_stop(self.stop)
+        for name in ("length", "tokens"):
+            if given[name] is not None:
+                whole_argument(name, given[name], least=1)
+
+    def _set_sources(self, sources: tuple[MixtureSource, ...]) -> None:
+        self.sources = sources
+        self.parts = tuple(part for source in sources for part in source.parts)
+        self._offsets = np.cumsum([0, *(source.samples for source in sources)], dtype=np.int64)
+        self._part_offsets = np.cumsum([0, *map(len, self.parts)], dtype=np.int64)
+
+    def _require_same_fields(self) -> None:
+        first = self.parts[0]
+        for other in self.parts[1:]:
             if other.fields != first.fields:
                 raise ConfigError(
                     f"data sets {first.name!r} and {other.name!r} have different fields: "
                     f"{list(first.fields.items())} and {list(other.fields.items())}. Open both "
                     "with fields= for those that they share."
                 )
-        if source_field in first.stored:
-            raise ConfigError(f"{source_field!r} is a field of {first.name!r} already")
-        self.datasets, self.weights = tuple(datasets), tuple(map(float, weights))
-        self.length, self.source_field = length, source_field
-        self._offsets = np.cumsum([0, *map(len, self.datasets)], dtype=np.int64)
-        if len(self.weights) != len(self.datasets):
-            raise ConfigError(f"{len(datasets)} data sets, {len(self.weights)} weights")
+        if self.source_field in first.stored:
+            raise ConfigError(f"{self.source_field!r} is a field of {first.name!r} already")
 
     def __len__(self) -> int:
-        return sum(map(len, self.datasets)) if self.length is None else self.length
+        return self.epoch_length([len(source) for source in self.sources])
+
+    def epoch_length(self, lengths: Sequence[int], token_count: int = 0) -> int:
+        """Samples of an epoch.
+
+        Parameters
+        ----------
+        lengths
+            Samples of each source, or sequences.
+        token_count
+            Tokens of a sequence; 0 where there are none.
+
+        Returns
+        -------
+        int
+            As `length`, `stop` or `tokens` say.
+
+        Raises
+        ------
+        ConfigError
+            It does not end, or tokens end it and there are no sequences.
+        """
+        if self.tokens is not None:
+            if not token_count:
+                raise ConfigError(
+                    "tokens= of a mixture counts those of sequences: give the loader packing=, or "
+                    "the mixture length="
+                )
+            return -(-self.tokens // token_count)
+        if self.stop is not None:
+            return self.schedule.length_until(self.stop, lengths)
+        return sum(lengths) if self.length is None else self.length
 
     @property
     def samples(self) -> int:
         """Of all datasets; indices count through them laid end to end."""
         return int(self._offsets[-1])
+
+    @property
+    def bases(self) -> list[int]:
+        """Where the samples of each source begin."""
+        return [int(offset) for offset in self._offsets[:-1]]
 
     def split(self, indices: Indices) -> Sources:
         """Find the samples in their datasets.
@@ -99,7 +187,8 @@ class Mixture:
         Parameters
         ----------
         indices
-            int64 (n,), 0 <= i < samples, counted through the datasets laid end to end.
+            int64 (n,), 0 <= i < samples, counted through the datasets laid end to end. Of a Subset,
+            the whole of what it is a part of counts.
 
         Returns
         -------
@@ -113,20 +202,103 @@ class Mixture:
         """
         return sources_of(indices, self._offsets)
 
+    def split_parts(self, indices: Indices) -> Sources:
+        """As split(), into `parts`: the Datasets that lie under the sources.
+
+        Parameters
+        ----------
+        indices
+            As of split().
+
+        Returns
+        -------
+        Sources
+            Numbers of the parts and of the samples in them.
+        """
+        return sources_of(indices, self._part_offsets)
+
     @property
     def fingerprints(self) -> tuple[str, ...]:
         """Of the datasets, in their order."""
-        return tuple(data.fingerprint for data in self.datasets)
+        return tuple(part.fingerprint for part in self.parts)
 
-    def order(self, shuffle: str, seed: int) -> MixtureOrder:
+    def filtered(self, condition: RowFilter) -> Mixture:
+        """The same mixture of the samples that a filter keeps.
+
+        Parameters
+        ----------
+        condition
+            As a DataLoader's `filter`.
+
+        Returns
+        -------
+        Mixture
+            Of the same datasets; the weights stay.
+
+        Raises
+        ------
+        ConfigError
+            The filter cannot be used, or keeps nothing of one of the datasets.
+        """
+        made = Mixture(
+            self.datasets,
+            self.weights,
+            length=self.length,
+            source_field=self.source_field,
+            stop=self.stop,
+            tokens=self.tokens,
+            step_samples=self.step_samples,
+        )
+        made._set_sources(
+            tuple(source.filtered(condition, n) for n, source in enumerate(self.sources))
+        )
+        return made
+
+    def source_orders(self, shuffle: str, seed: int, window_bytes: int) -> list[Order]:
+        """Make the order of each source, by itself.
+
+        Parameters
+        ----------
+        shuffle, seed
+            As of order().
+        window_bytes
+            Of the windows of each.
+
+        Returns
+        -------
+        list
+            One for each dataset.
+
+        Raises
+        ------
+        ConfigError
+            The seed cannot be used, or a ConcatDataset has no windows.
+        """
+        tables = PERMUTATION_SAMPLES // len(self.sources)  # else 200 of them take seconds
+        return [
+            source_order(
+                source.parts,
+                source.mapping,
+                shuffle,
+                derive_seed(seed, number),
+                window_bytes=window_bytes,
+                table_samples=tables,
+            )
+            for number, source in enumerate(self.sources)
+        ]
+
+    def order(self, shuffle: str, seed: int, *, window_bytes: int = WINDOW_BYTES) -> MixtureOrder:
         """Make the order of a loader.
 
         Parameters
         ----------
         shuffle
-            "global": each dataset is shuffled by itself. "none": each is read as it was written.
+            "global", "window": each dataset is shuffled so by itself. "none": each is read as it
+            was written.
         seed
             0 <= seed < 2**64. It determines the order, with the datasets' sizes and the weights.
+        window_bytes
+            Of the windows of all datasets together.
 
         Returns
         -------
@@ -136,199 +308,45 @@ class Mixture:
         Raises
         ------
         ConfigError
-            `shuffle` is neither, or the weights or the seed cannot be used.
+            `shuffle` is none of them, or the weights or the seed cannot be used.
         """
-        if shuffle not in ("global", "none"):
-            raise ConfigError(f'shuffle {shuffle!r} of a mixture: choose "global" or "none"')
-        tables = PERMUTATION_SAMPLES // len(self.datasets)  # else 200 of them take seconds
-        orders: list[Order] = [
-            GlobalOrder(len(data), derive_seed(seed, number), table_samples=tables)
-            if shuffle == "global"
-            else SequentialOrder(len(data))
-            for number, data in enumerate(self.datasets)
-        ]
-        return MixtureOrder(orders, self.weights, seed, length=self.length)
-
-
-class MixedSession:
-    """As Session: each dataset's share made by a session of its own, then put together."""
-
-    def __init__(
-        self, mixture: Mixture, order: Order | None, counts: Counts, sessions: Sequence[Session]
-    ) -> None:
-        """`order`: of the weights, of a Subset, or none where a sampler decides."""
-        self._mixture, self._sessions = mixture, sessions
-        self.order, self.counts = order, counts
-        self.fields = dict(mixture.datasets[0].fields)
-        if mixture.source_field is not None:
-            self.fields[mixture.source_field] = Field("int64")
-
-    def make(self, piece: BatchPiece) -> tuple[Indices, Batch]:
-        """As Session.make; indices count through the datasets laid end to end."""
-        began = time.perf_counter()
-        indices = piece.indices(self.order)
-        made = self.batch(indices)
-        took = time.perf_counter() - began
-        self.counts.make_seconds += took
-        return indices, made
-
-    def batch(self, indices: Indices) -> Batch:
-        """As Session.batch."""
-        found = self._mixture.split(indices)
-        shares: list[tuple[Indices, Batch]] = []
-        for number, session in enumerate(self._sessions):
-            rows = np.flatnonzero(found.source == number)
-            if len(rows):
-                shares.append((rows, session.batch(found.sample[rows])))
-        merged = {
-            name: _merged(len(indices), [(rows, part[name]) for rows, part in shares])
-            for name in self._mixture.datasets[0].stored
-        }
-        if self._mixture.source_field is not None:
-            merged[self._mixture.source_field] = torch.from_numpy(found.source)
-        return merged
-
-    def needed_from(self, piece: BatchPiece | None) -> None:
-        """As Session.needed_from."""
-        for session in self._sessions:
-            session.needed_from(piece)
-
-    def leave(self) -> None:
-        """As Session.leave."""
-        for session in self._sessions:
-            session.leave()
-
-    def close(self) -> None:
-        """As Session.close."""
-        for session in self._sessions:
-            session.close()
-
-
-class MixedEngine(Closing):
-    """As Engine, for a mixture. Memory for pages and for batches is shared by weight."""
-
-    mode = "mixture"
-
-    def __init__(
-        self,
-        mixture: Mixture,
-        order: Order | None,
-        *,
-        batch_rows: int,
-        cache_bytes: int,
-        prefetch_bytes: int,
-        pin: Callable[[Any], object] | None = None,
-        cache: Cache | None = None,
-    ) -> None:
-        self._mixture, self.order = mixture, order
-        total = sum(mixture.weights)
-        self._engines = [
-            Engine(
-                data,
-                None,
-                batch_rows=batch_rows,
-                cache_bytes=int(cache_bytes * weight / total),
-                prefetch_bytes=int(prefetch_bytes * weight / total),
-                pin=pin,
-                cache=cache,
+        if shuffle not in ("global", "window", "none"):
+            raise ConfigError(
+                f'shuffle {shuffle!r} of a mixture: choose "global", "window" or "none"'
             )
-            for data, weight in zip(mixture.datasets, mixture.weights, strict=True)
-        ]
-        self.pid = self._engines[0].pid
-        self.counts = Counts()
-        self._reads = PoolReads(data.pool for data in mixture.datasets)
-
-    def expect(self, steady: int, most: int) -> None:
-        """Nothing: slots of many small shares would take far more than the budget."""
-
-    def start(self, epoch: int, position: int) -> MixedSession:
-        """As Engine.start."""
-        sessions = [engine.start(epoch, position) for engine in self._engines]
-        return MixedSession(self._mixture, self.order, self.counts, sessions)
-
-    def stats(self) -> dict[str, Any]:
-        """Sums of the engines' counters."""
-        found: dict[str, Any] = {"mode": self.mode}
-        for engine in self._engines:
-            for name, value in engine.stats().items():
-                if isinstance(value, int | float):
-                    found[name] = value + float(found.get(name, 0))
-        fetched = sum(engine.counts.fetch_seconds for engine in self._engines)
-        found["assemble_seconds"] = max(0.0, self.counts.make_seconds - fetched)
-        return found | self._reads.stats()
-
-    def stop(self) -> None:
-        """As Engine.stop."""
-        for engine in self._engines:
-            engine.stop()
-
-    def close(self) -> None:
-        """As Engine.close."""
-        for engine in self._engines:
-            engine.close()
+        each = max(1, window_bytes // len(self.sources))
+        orders = self.source_orders(shuffle, seed, each)
+        length = self.epoch_length([order.length for order in orders])
+        return MixtureOrder(orders, self.schedule, seed, length=length)
 
 
-def _merged(count: int, parts: Sequence[tuple[Indices, BatchValue]]) -> BatchValue:
-    """Values of all rows from those of some rows each."""
-    if len(parts) == 1:
-        return parts[0][1]  # all are of one dataset, in their order
-    first = parts[0][1]
-    if isinstance(first, torch.Tensor):
-        out = torch.empty((count, *first.shape[1:]), dtype=first.dtype)
-        for rows, value in parts:
-            assert isinstance(value, torch.Tensor)
-            row_bytes(out)[rows] = row_bytes(value)
-        return out
-    by_row: dict[int, Any] = {}
-    for rows, value in parts:
-        by_row.update(zip(rows.tolist(), value, strict=True))
-    values = [by_row[row] for row in range(count)]
-    if isinstance(first, list):
-        return values
-    lengths = torch.tensor([0, *(len(value) for value in values)])
-    return Ragged(torch.cat(values), lengths.cumsum(0))
-
-
-def fingerprints(data: Mixture | Dataset) -> tuple[str, ...]:
-    """Of all datasets in it."""
-    return data.fingerprints if isinstance(data, Mixture) else (data.fingerprint,)
-
-
-def stored_bytes(data: Mixture | Dataset) -> float:
-    """Mean bytes of a sample's records."""
-    sets = data.datasets if isinstance(data, Mixture) else (data,)
-    total = sum(int(s.payload_bytes.sum()) for one in sets for s in one.streams)
-    return total / max(1, sum(map(len, sets)))
-
-
-AnyEngine: TypeAlias = Engine | MixedEngine
-
-
-def make_engine(
-    data: Dataset | Mixture,
-    order: Order | None,
-    *,
-    memory: LoaderMemory,
-    cache: Cache | int | str | None,
-    batch_rows: int,
-    pin: Callable[[Any], object] | None,
-    direct: DirectAccess | None,
-    share: float,
-) -> AnyEngine:
-    """What makes the batches of a dataset or a mixture, which has no use for `direct` and `share`.
-
-    `cache`: as a loader was given it; else as Engine.
-    """
-    options: dict[str, Any] = {
-        "cache_bytes": cache_budget(cache),
-        "prefetch_bytes": int(memory.prefetch_bytes),
-        "pin": pin,
-        "batch_rows": batch_rows,
-        "cache": cache if isinstance(cache, Cache) else None,
-    }
-    if isinstance(data, Mixture):
-        return MixedEngine(data, order, **options)
-    return Engine(data, order, **options, direct=direct, share=share)
-
-
-AnySession: TypeAlias = Session | MixedSession
+def mixture_source(data: Any) -> MixtureSource:
+    """What lies under Subsets and ConcatDatasets. Raises ConfigError for what cannot be mixed."""
+    if is_plain(data):
+        return MixtureSource(parts=(data,))
+    if type(data) is torch.utils.data.Subset:
+        inner = mixture_source(data.dataset)
+        chosen = np.asarray(data.indices, np.int64).reshape(-1)
+        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(inner):
+            raise ConfigError(
+                f"a Subset with indices {chosen.min()} .. {chosen.max()} of {len(inner)} samples"
+            )
+        mapping = chosen if inner.mapping is None else inner.mapping[chosen]
+        return replace(inner, mapping=mapping)
+    if type(data) is torch.utils.data.ConcatDataset:
+        found = [mixture_source(one) for one in data.datasets]
+        starts = np.cumsum([0, *(one.samples for one in found)], dtype=np.int64)
+        parts = tuple(part for one in found for part in one.parts)
+        if all(one.mapping is None for one in found):
+            return MixtureSource(parts=parts)
+        chosen = np.concatenate(
+            [
+                start + (np.arange(one.samples) if one.mapping is None else one.mapping)
+                for start, one in zip(starts[:-1], found, strict=True)
+            ]
+        )
+        return MixtureSource(parts=parts, mapping=chosen.astype(np.int64))
+    raise ConfigError(
+        f"a mixture is of hpstore's Datasets, and of Subsets and ConcatDatasets of them; this is a "
+        f"{type(data).__name__}"
+    )

@@ -1,4 +1,4 @@
-"""Iterating over a native dataset, and the orders that its loaders use."""
+"""Iterating over a native dataset."""
 
 from __future__ import annotations
 
@@ -7,161 +7,28 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch.utils.data
 
 from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.batching.batch_maker import Session
 from hpstore.loaders.batching.batch_queue import BatchTimeout, Pipeline
 from hpstore.loaders.batching.cached_reads import CachedRun
-from hpstore.loaders.batching.mixture import AnySession, Mixture, stored_bytes
+from hpstore.loaders.batching.chosen_data import Native
+from hpstore.loaders.batching.engines import AnySession, sample_bytes
+from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.batching.served import Served
 from hpstore.loaders.dataset.batch_values import slot_bytes
-from hpstore.loaders.dataset.dataset import Dataset
-from hpstore.loaders.dataset.image_decode import Decode, checked_decode
-from hpstore.loaders.dataset.value_decoder import ValueDecoder
 from hpstore.loaders.sampling.batch_plan import BatchPiece, endless, listed
-from hpstore.loaders.sampling.label_mix import warn_of_sorted
-from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.sampling.random_draws import Indices
 from hpstore.loaders.sampling.rank_slices import Slices
-from hpstore.loaders.sampling.window_shuffle import WindowOrder, subset_stripes
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
 STEADY = 2  # that a user who keeps none holds at a time, at least: the last one and the next one
 HELD = 3  # and at most: one more is on its way to a GPU
 # where batches are read record by record they wait for devices
 THREADS = {"records": 6, "cached": 4}
-
-
-@dataclass(frozen=True, slots=True)
-class Native:
-    """A hpstore dataset or a mixture, and which samples are used: all, or those of a Subset."""
-
-    data: Dataset | Mixture
-    mapping: Indices | None
-
-    def __len__(self) -> int:
-        return len(self.data) if self.mapping is None else len(self.mapping)
-
-    @property
-    def samples(self) -> int:
-        """Indices of the data are below it. An epoch of a mixture may have another length."""
-        return self.data.samples if isinstance(self.data, Mixture) else len(self.data)
-
-    @property
-    def chosen(self) -> int:
-        """A sampler's indices are below it."""
-        return self.samples if self.mapping is None else len(self.mapping)
-
-    def share(self, slices: Slices | None) -> float:
-        """The part of the dataset's samples that a rank reads in an epoch."""
-        world = 1 if slices is None else slices.world_size
-        return len(self) / max(1, len(self.data)) / world
-
-
-# Any: whatever the user's dataset is
-def native_of(dataset: Any) -> Native | None:
-    """The hpstore dataset under torch's Subset and random_split; None when it is another.
-
-    Subclasses with samples of their own making are other datasets.
-    """
-    mapping: Indices | None = None
-    while type(dataset) is torch.utils.data.Subset:
-        chosen = np.asarray(dataset.indices, np.int64)
-        mapping = chosen if mapping is None else chosen[mapping]
-        dataset = dataset.dataset
-    if isinstance(dataset, Mixture):
-        return Native(dataset, mapping)
-    if not isinstance(dataset, Dataset):
-        return None
-    kind = type(dataset)
-    plain = (kind.__getitem__, kind.__getitems__) == (Dataset.__getitem__, Dataset.__getitems__)
-    return Native(dataset, mapping) if plain else None
-
-
-def decoder_of(native: Native | None, decode: Decode) -> ValueDecoder | None:
-    """What makes values of stored batches; None where they are what is stored. Raises ConfigError.
-
-    `decode`: the loader's; None: the dataset's own.
-    """
-    if native is None:
-        return None  # torch's own machinery reads samples
-    first = native.data.datasets[0] if isinstance(native.data, Mixture) else native.data
-    how = first.decode if decode is None else decode
-    made = ValueDecoder(first.fields, checked_decode(how, first.fields))
-    return made if made.needed else None
-
-
-def order_for(
-    dataset: Any,
-    native: Native | None,
-    shuffle: bool | str | Order | None,
-    seed: int,
-    window_bytes: int,
-) -> Order:
-    """The order that `shuffle` asks for. Raises ConfigError."""
-    count = native.chosen if native is not None else len(dataset)
-    name: Any = shuffle
-    if shuffle is None or (isinstance(shuffle, int) and shuffle in (False, True)):
-        name = "global" if shuffle else "none"
-    made: Order
-    if isinstance(name, str) or not (hasattr(name, "indices") and hasattr(name, "samples")):
-        if name not in ("none", "global", "window"):
-            raise ConfigError(
-                f'shuffle {name!r} is not one of True, False, "global", "window", "none", an Order'
-            )
-        if (
-            native is not None
-            and isinstance(native.data, Mixture)
-            and (native.mapping is None or name == "window")  # which it refuses
-        ):
-            return native.data.order(name, seed)
-        if name == "window":
-            if native is None:
-                raise ConfigError(
-                    'shuffle="window" follows the stripes of a hpstore data set; this is a '
-                    f'{type(dataset).__name__}: use "global"'
-                )
-            return _window_order(native, seed, window_bytes)
-        made = GlobalOrder(count, seed) if name == "global" else SequentialOrder(count)
-    else:
-        made = name
-        if made.samples > count:
-            raise ConfigError(f"the order chooses from {made.samples} samples, there are {count}")
-    return _of_subset(made, native)
-
-
-def _of_subset(order: Order, native: Native | None) -> Order:
-    if native is None or native.mapping is None:
-        return order
-    return SubsetOrder(order, native.mapping, samples=native.samples)
-
-
-def _window_order(native: Native, seed: int, window_bytes: int) -> Order:
-    data = native.data
-    assert isinstance(data, Dataset)
-    stripes = data.stripes()
-    payload = sum(int(stream.payload_bytes.sum()) for stream in data.streams)
-    stripe_bytes = max(1, payload // max(1, len(stripes) - 1))
-    windows = max(1, window_bytes // stripe_bytes)
-    mapping = None if native.mapping is None else np.sort(native.mapping)
-    if mapping is not None:
-        stripes = subset_stripes(stripes, mapping)
-    warn_of_sorted(
-        data,
-        stripes,
-        window_stripes=windows,
-        stripe_bytes=stripe_bytes,
-        rows_of=lambda places: places if mapping is None else mapping[places],
-    )
-    order = WindowOrder(stripes, seed, window_stripes=windows)
-    if mapping is None:
-        return order
-    return SubsetOrder(order, mapping, samples=len(data))
 
 
 class BatchRun:
@@ -190,7 +57,7 @@ class BatchRun:
             batches = _batches(loader, native, cached, epoch, position)
             rows, batches = _first_rows(batches)
             todo = listed(batches, epoch, position)
-        alone = stored_bytes(native.data) * max(1, rows) > int(loader.memory.prefetch_bytes)
+        alone = sample_bytes(native) * max(1, rows) > int(loader.memory.prefetch_bytes)
         threads = 1 if alone else threads  # each would make one
         depth = loader.prefetch_factor
         depth = depth * threads if depth else _depth(loader, native, threads, rows)
@@ -280,15 +147,16 @@ def _depth(loader: Served, native: Native, threads: int, rows: int) -> int:
     """Batches ahead: half of the memory for batches, the other half is the user's, who may have
     HELD of them and a small one.
     """
-    fitting = int(loader.memory.prefetch_bytes) // batch_bytes(native.data, max(1, rows))
+    fitting = int(loader.memory.prefetch_bytes) // batch_bytes(native, max(1, rows))
     ahead = min(MOST_AHEAD, fitting // 2, fitting - HELD - 1)
     return max(LEAST_AHEAD, threads, ahead)
 
 
-def batch_bytes(data: Dataset | Mixture, rows: int) -> int:
+def batch_bytes(native: Native, rows: int) -> int:
     """Memory for a batch of so many samples: a slot for each stream of a dataset."""
-    if isinstance(data, Mixture):
-        return max(1, int(stored_bytes(data) * rows))
+    data = native.data
+    if isinstance(data, Mixture) or native.packing is not None:
+        return max(1, int(sample_bytes(native) * rows))
     per_row = [int(s.payload_bytes.sum()) / max(1, len(data)) for s in data.streams]
     # rows with several fields are read as they lie, then taken apart beside it
     parts = [2 if len(s.record.fields) > 1 else 1 for s in data.streams]

@@ -14,7 +14,7 @@ from torch.utils.data._utils.pin_memory import pin_memory as pinned
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError, TooManyErasures
-from hpstore.loaders.batching.mixture import AnySession
+from hpstore.loaders.batching.engines import AnySession
 from hpstore.loaders.batching.transforms import Task, UserTransforms
 from hpstore.loaders.batching.worker_pool import Processes, Workers
 from hpstore.loaders.dataset.batch_values import nbytes_of

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hpstore.loaders.batching.batch_counters import Waits
+from hpstore.loaders.batching.engines import AnyEngine
 from hpstore.loaders.batching.loader_options import LoaderMemory
-from hpstore.loaders.batching.mixture import AnyEngine
 from hpstore.loaders.batching.postprocess import Finish
 from hpstore.loaders.sampling.data_parallel import RankShares
 from hpstore.loaders.sampling.order import Order

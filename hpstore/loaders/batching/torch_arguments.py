@@ -12,19 +12,15 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_maker import cache_budget
+from hpstore.loaders.batching.chosen_data import native_of
 from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
-from hpstore.loaders.batching.native_iterator import native_of
 from hpstore.loaders.batching.worker_pool import Processes
+from hpstore.loaders.cache import Cache
 from hpstore.loaders.sampling.random_draws import check_seed
 from hpstore.loaders.sampling.rank_slices import require_tail
 from hpstore.units import whole_argument
 
 _log = logging.getLogger(__name__)
-CACHE_STAYS = (
-    "a Cache stays in its process: the copy of this loader keeps pages of its own. "
-    'Give it Cache(..., share="name") there to share one.'
-)
-
 if TYPE_CHECKING:
     from typing_extensions import TypeVar as DefaultTypeVar
 
@@ -43,6 +39,11 @@ def require_arguments(
     """
     _require_one_order(dataset, loader.shuffle, sampler, batch_sampler, others)
     _require_ours(loader, others["collate_fn"])
+    if loader.packing is not None and (sampler is not None or batch_sampler is not None):
+        raise ConfigError(
+            "packing with a sampler: it packs documents in an order that has each of them once an "
+            "epoch. Leave the sampler out, or choose documents with filter= or a Subset"
+        )
     if native_of(dataset) is not None:
         _require_threads(others["num_workers"], others["prefetch_factor"])
 
@@ -66,6 +67,17 @@ def asked_processes(options: Mapping[str, Any]) -> Processes | None:
     return Processes.asked(
         options["multiprocessing_context"], options["num_workers"], options["worker_init_fn"]
     )
+
+
+def copied_cache(cache: Any) -> Any:
+    """A loader's `cache` for its copy in another process. Warns of a Cache, which stays."""
+    if not isinstance(cache, Cache):
+        return cache
+    _log.warning(
+        "a Cache stays in its process: the copy of this loader keeps pages of its own. "
+        'Give it Cache(..., share="name") there to share one.'
+    )
+    return None
 
 
 def kept_names(given: Mapping[str, Any], *, ours: bool, batches: bool) -> set[str]:

@@ -78,7 +78,7 @@ def described(dataset: Any) -> str:
 
 
 _WORK = ("transform", "batch_transform", "device", "layout", "on_error", "decode")
-_READING = ("cache", "memory", "gpu")
+_READING = ("cache", "memory", "gpu", "packing", "filter")
 
 
 def refuse_ours(loader: Served, parameters: Mapping[str, inspect.Parameter]) -> None:

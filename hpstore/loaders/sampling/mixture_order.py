@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.sampling.mixture_shares import MixtureSchedule, MixtureShares
 from hpstore.loaders.sampling.order import Order, check_length, check_range
 from hpstore.loaders.sampling.order_cache import Ahead, Recent
 from hpstore.loaders.sampling.random_draws import (
@@ -27,12 +27,11 @@ from hpstore.loaders.sampling.random_draws import (
     check_seed,
     shuffled,
 )
-from hpstore.loaders.sampling.weighted import check_weights
-from hpstore.units import div_ceil
 
 MIX_BLOCK_POSITIONS = 1024
 _MAX_BLOCK_POSITIONS = 1 << 22
 _BLOCKS_KEPT = 4
+_PART_BITS = 40  # an epoch has fewer blocks
 
 _Small: TypeAlias = npt.NDArray[np.unsignedinteger[npt.NBitBase]]
 
@@ -53,48 +52,6 @@ class _Block:
     stop: int
     source: _Small  # (stop - start,)
     number: Indices  # (stop - start,): draws of that source since the first epoch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureShares:
-    """Exact shares that add up to 1: numerators over a common denominator."""
-
-    numerators: tuple[int, ...]
-    denominator: int
-
-    @classmethod
-    def of(cls, weights: Sequence[float]) -> MixtureShares:
-        """Of weights that are finite and not all 0."""
-        exact = [Fraction(weight) for weight in weights]
-        common = math.lcm(*(weight.denominator for weight in exact))
-        numerators = tuple(int(weight * common) for weight in exact)
-        return cls(numerators=numerators, denominator=sum(numerators))
-
-    def split(self, total: int) -> list[int]:
-        """`total` by shares: rounded down, then one more for the largest remainders.
-
-        Each is within one of its share of `total`; equal remainders go to the earlier source.
-        """
-        counts, remainders = [], []
-        for number in self.numerators:
-            count, remainder = divmod(number * total, self.denominator)
-            counts.append(count)
-            remainders.append(remainder)
-        rest = total - sum(counts)
-        for source in sorted(range(len(counts)), key=lambda i: -remainders[i])[:rest]:
-            counts[source] += 1
-        return counts
-
-    def needed_positions(self) -> int:
-        """The shortest block in which every source of a share above 0 surely appears.
-
-        Totals are within one of the shares before and after a block, so that a source gains more
-        than its share of the block less 2 (less 1 for two sources, where one rounds as the other).
-        """
-        positive = [number for number in self.numerators if number]
-        if len(positive) < 2:
-            return 1
-        return div_ceil((1 if len(positive) == 2 else 2) * self.denominator, min(positive))
 
 
 def sources_of(indices: Indices, offsets: Indices) -> Sources:
@@ -122,6 +79,9 @@ class MixtureOrder:
     Kept: 1.5 MB, and what the sources keep: 1 MB for a network, 8 bytes a sample for a table
     (GlobalOrder's `table_samples` limits these).
 
+    `weights` may change by position: see MixtureSchedule. Then blocks are counted from there, and
+    one that is shorter, as the weights or the epoch change, may miss a source.
+
     `length` is the epoch's, by default all samples that an epoch of each source has. `block` is
     1024, or more where a source would be missing from a block otherwise. Raises ConfigError when
     a block or an epoch is too short for every source to appear in it.
@@ -130,25 +90,33 @@ class MixtureOrder:
     def __init__(
         self,
         orders: Sequence[Order],
-        weights: Sequence[float],
+        weights: Sequence[float] | MixtureSchedule,
         seed: int,
         *,
         length: int | None = None,
         block: int | None = None,
     ) -> None:
-        checked = [float(weight) for weight in check_weights(weights)]
-        if len(orders) != len(checked):
-            raise ConfigError(f"{len(orders)} sources, {len(checked)} weights: one each is needed")
-        for source, (order, weight) in enumerate(zip(orders, checked, strict=True)):
-            if weight and not order.length:
+        schedule = weights
+        if not isinstance(schedule, MixtureSchedule):
+            schedule = MixtureSchedule([(0, schedule)])
+        self.weights = schedule.weights[0]
+        if len(orders) != len(self.weights):
+            raise ConfigError(
+                f"{len(orders)} sources, {len(self.weights)} weights: one each is needed"
+            )
+        for source, (order, ever) in enumerate(zip(orders, schedule.ever, strict=True)):
+            if ever and not order.length:
                 raise ConfigError(f"source {source} of the mixture has a weight and no samples")
-        self.seed, self.weights = check_seed(seed), tuple(checked)
+        self.seed = check_seed(seed)
         self.length = check_length(sum(o.length for o in orders) if length is None else length)
         self.offsets = np.cumsum([0, *(order.samples for order in orders)], dtype=np.int64)
         self.samples = check_length(int(self.offsets[-1]))
-        self._orders, self._shares = tuple(orders), MixtureShares.of(checked)
-        self.block = _block_positions(self._shares, length=self.length, block=block)
-        self._blocks: Recent[tuple[int, int], _Block] = Recent(_BLOCKS_KEPT)
+        self.orders = tuple(orders)
+        self.block = max(
+            _block_positions(shares, length=self.length, block=block) for shares in schedule.shares
+        )
+        self._schedule = schedule.fitted(self.length, self.block)
+        self._blocks: Recent[tuple[int, int, int], _Block] = Recent(_BLOCKS_KEPT)
         self._ahead = Ahead(self.length)
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
@@ -170,30 +138,58 @@ class MixtureOrder:
             "length": self.length,
             "seed": self.seed,
             "block": self.block,
-            "weights": list(self.weights),
-            "orders": [order.describe() for order in self._orders],
+            "weights": self._schedule.describe(),
+            "orders": [order.describe() for order in self.orders],
         }
 
-    def _evaluate(self, epoch: int, start: int, stop: int) -> Indices:
+    def draws(self, epoch: int, start: int, stop: int) -> Sources:
+        """The source of each position, and the number of its draw since the first epoch.
+
+        For 0 <= start < stop <= length. Those of a source are consecutive.
+        """
         blocks = [self._block_at(epoch, start)]
         while blocks[-1].stop < stop:
             blocks.append(self._block_at(epoch, blocks[-1].stop))
         rows = slice(start - blocks[0].start, stop - blocks[0].start)
-        return self._look_up(
-            np.concatenate([block.source for block in blocks])[rows],
-            np.concatenate([block.number for block in blocks])[rows],
+        return Sources(
+            source=np.concatenate([block.source for block in blocks])[rows].astype(np.int64),
+            sample=np.concatenate([block.number for block in blocks])[rows],
         )
 
-    def _block_at(self, epoch: int, position: int) -> _Block:
-        # the last block takes what is left too, so that none is shorter than `block`
-        number = min(position // self.block, max(1, self.length // self.block) - 1)
-        return self._blocks.get((epoch, number), lambda: self._make_block(epoch, number))
+    def places(self, epoch: int, position: int) -> list[tuple[int, int]]:
+        """(epoch, position) at which each source stands before a position of an epoch of this."""
+        if position >= self.length:
+            before = self._schedule.totals((epoch + 1) * self.length)
+        else:
+            block = self._block_at(epoch, position)
+            before = self._schedule.totals(epoch * self.length + block.start)
+            drawn = np.bincount(block.source[: position - block.start], minlength=len(before))
+            before = [a + b for a, b in zip(before, drawn.tolist(), strict=True)]
+        return [divmod(n, max(1, o.length)) for n, o in zip(before, self.orders, strict=True)]
 
-    def _make_block(self, epoch: int, number: int) -> _Block:
-        start = number * self.block
-        stop = self.length if start + 2 * self.block > self.length else start + self.block
-        before = np.array(self._shares.split(epoch * self.length + start), np.int64)
-        after = np.array(self._shares.split(epoch * self.length + stop), np.int64)
+    def _evaluate(self, epoch: int, start: int, stop: int) -> Indices:
+        found = self.draws(epoch, start, stop)
+        kind = np.min_scalar_type(len(self.orders) - 1)  # numpy sorts small types ten times as fast
+        return self._look_up(found.source.astype(kind), found.sample)
+
+    def _block_at(self, epoch: int, position: int) -> _Block:
+        """Blocks are counted from where the epoch begins, or the weights change in it."""
+        first = epoch * self.length
+        part = self._schedule.part_of(first + position)
+        start = max(0, self._schedule.starts[part] - first)
+        end = self._schedule.end_of(part)
+        stop = self.length if end is None else min(self.length, end - first)
+        # the last block takes what is left too, so that none is shorter than `block`
+        number = min((position - start) // self.block, max(1, (stop - start) // self.block) - 1)
+        return self._blocks.get(
+            (epoch, part, number), lambda: self._make_block(epoch, part, number, start, stop)
+        )
+
+    def _make_block(self, epoch: int, part: int, number: int, begin: int, end: int) -> _Block:
+        start = begin + number * self.block
+        stop = end if start + 2 * self.block > end else start + self.block
+        before = np.array(self._schedule.totals(epoch * self.length + start), np.int64)
+        after = np.array(self._schedule.totals(epoch * self.length + stop), np.int64)
         counts = after - before
         # sorted by source: draws of a source are numbered on from those before the block
         # in the smallest type: numpy sorts 8 and 16 bits by radix, ten times as fast
@@ -201,7 +197,13 @@ class MixtureOrder:
         source = np.repeat(np.arange(len(counts), dtype=kind), counts)
         first = np.cumsum(counts) - counts
         # shuffling gives each source its set of places; within it draws keep their order
-        places = shuffled(Purpose.MIX, seed=self.seed, epoch=epoch, part=number, count=stop - start)
+        places = shuffled(
+            Purpose.MIX,
+            seed=self.seed,
+            epoch=epoch,
+            part=part << _PART_BITS | number,
+            count=stop - start,
+        )
         mixed = source[places]
         by_source = np.argsort(mixed, kind="stable")
         numbers = np.empty(stop - start, np.int64)
@@ -221,7 +223,7 @@ class MixtureOrder:
 
     def _draws(self, source: int, start: int, stop: int) -> Indices:
         """Draws start .. stop - 1 of a source, counted through its epochs."""
-        order = self._orders[source]
+        order = self.orders[source]
         parts = []
         while start < stop:
             epoch, position = divmod(start, order.length)

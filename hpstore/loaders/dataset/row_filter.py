@@ -1,0 +1,148 @@
+"""Which samples a loader reads, by their columns and lengths: decided once, before any record."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.dataset.fields import BFLOAT16, Array, FieldKind
+from hpstore.loaders.dataset.ragged_lengths import ragged_lengths
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.loaders.dataset.record_reader import StoredData
+
+_LENGTH = "len("  # len(name) in a comparison: of a ragged field
+
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "in": lambda column, values: np.isin(column, list(values)),  # of a set numpy makes one object
+    "not in": lambda column, values: ~np.isin(column, list(values)),
+}
+
+
+class Columns(Mapping[str, Array]):
+    """The scalar fields of a dataset as whole numpy columns, read when they are asked for.
+
+    Also those that the dataset was opened without. bfloat16 is float32 here. Arrays are read-only
+    and shared. Columns stay in memory as long as this does.
+    """
+
+    def __init__(self, data: StoredData) -> None:
+        self._data = StoredData(data.pool, data.name, data.manifest)
+        self._kept: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        """Values of a scalar field, (n, *shape). Raises ConfigError for other fields."""
+        if name in self._kept:
+            return self._kept[name]
+        made = self._data.stored.get(name)
+        if made is None or made.kind is not FieldKind.SCALAR:
+            what = "is no field" if made is None else "is no column: it lies in the records"
+            hint = f"; its length is {_LENGTH}{name})" if made and made.is_ragged else ""
+            raise ConfigError(
+                f"filter: {name!r} of data set {self._data.name!r} {what}{hint}. Columns are "
+                f"{list(self)}"
+            )
+        column = self._data.scalars(name, np.arange(len(self._data)))
+        if made.dtype == BFLOAT16:
+            column = (column.astype(np.uint32) << 16).view(np.float32)
+        return self._keep(name, column)
+
+    def lengths(self, name: str) -> Int64s:
+        """Elements of each value of a ragged field, int64 (n,); of text and bytes its bytes."""
+        key = f"{_LENGTH}{name})"
+        if key in self._kept:
+            return self._kept[key]
+        return self._keep(key, ragged_lengths(self._data, name).astype(np.int64))
+
+    def _keep(self, name: str, column: Array) -> Array:
+        column.flags.writeable = False
+        self._kept[name] = column
+        return column
+
+    def __contains__(self, name: object) -> bool:
+        return name in list(self)
+
+    def __iter__(self) -> Iterator[str]:
+        return (n for n, made in self._data.stored.items() if made.kind is FieldKind.SCALAR)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+Comparison: TypeAlias = tuple[str, str, Any]  # Any: a number, or several of them for "in"
+RowFilter: TypeAlias = Callable[[Columns], Any] | Sequence[Comparison]
+"""A function of the columns that returns a mask, bool (n,), or comparisons that must all hold."""
+
+
+def filtered_rows(data: StoredData, condition: RowFilter) -> Int64s:
+    """The samples that a filter keeps, ascending. Reads columns and tables alone.
+
+    Raises ConfigError when the filter is none, or keeps nothing. What a function raises has a note.
+    """
+    mask = filter_mask(data, condition)
+    if not mask.any():
+        raise ConfigError(
+            f"filter keeps none of the {len(data)} samples of data set {data.name!r}: there is "
+            "nothing to read. Nothing was started; change the filter"
+        )
+    return np.flatnonzero(mask).astype(np.int64)
+
+
+def filter_mask(data: StoredData, condition: RowFilter) -> Array:
+    """Which samples a filter keeps, bool (n,). Raises as filtered_rows, but for keeping nothing."""
+    require_filter(condition)
+    columns = Columns(data)
+    if callable(condition):
+        try:
+            made = np.asarray(condition(columns))
+        except Exception as error:
+            error.add_note(f"hpstore: in filter, of data set {data.name!r}")
+            raise
+        return _require_mask(made, data, "the function")
+    mask = np.ones(len(data), bool)
+    for name, sign, value in condition:
+        inner = name.removeprefix(_LENGTH).removesuffix(")")
+        ragged = name == f"{_LENGTH}{inner})" and name not in columns
+        column = columns.lengths(inner) if ragged else columns[name]
+        mask &= _require_mask(np.asarray(_COMPARISONS[sign](column, value)), data, f"{name} {sign}")
+    return mask
+
+
+def require_filter(condition: object) -> None:
+    """Raise ConfigError unless this is a RowFilter."""
+    if callable(condition):
+        return
+    if isinstance(condition, str) or not isinstance(condition, Sequence) or not condition:
+        raise ConfigError(
+            f"filter is {condition!r}: give a function of the columns that returns a mask, or "
+            'comparisons such as [("label", "==", 3), ("len(text)", ">=", 64)]'
+        )
+    for one in condition:
+        if not isinstance(one, tuple) or len(one) != 3 or not isinstance(one[0], str):
+            raise ConfigError(f"filter: {one!r} is no comparison (name, sign, value)")
+        name, sign, value = one
+        if not isinstance(sign, str) or sign not in _COMPARISONS:
+            raise ConfigError(f"filter: {sign!r} is none of {', '.join(_COMPARISONS)}")
+        values = value if sign in ("in", "not in") else [value]
+        if not isinstance(values, list | tuple | set | frozenset | range | np.ndarray):
+            raise ConfigError(f"filter: {name!r} {sign} {value!r}: give a list of numbers")
+        if not all(isinstance(v, bool | int | float | np.number | np.bool_) for v in values):
+            raise ConfigError(f"filter: {name!r} {sign} {value!r}: columns hold numbers")
+
+
+def _require_mask(made: Array, data: StoredData, what: str) -> Array:
+    if made.dtype != np.bool_ or made.shape != (len(data),):
+        raise ConfigError(
+            f"filter: {what} gives {made.dtype.name} of shape {made.shape} for data set "
+            f"{data.name!r}, not one bool for each of its {len(data)} samples"
+        )
+    return made
