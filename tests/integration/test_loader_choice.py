@@ -443,6 +443,42 @@ def test_sequences_of_a_mixture_have_exact_shares_of_tokens(sets: list[Written])
         DataLoader(mixture, shuffle="window", packing=packing)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_whole_documents_come_once_and_resume(sets: list[Written], mixed: bool) -> None:
+    """Best fit: documents that fit are in one row; a run that is cut goes on with other batches as
+    it would have; a window shuffle is refused."""
+    a = sets[0]
+    data: Any = a.data
+    if mixed:
+        data = Mixture([a.data, Subset(sets[1].data, range(50))], [1, 1], stop="all")
+    packing = Packing(field="tokens", length=64, separator=EOS, split=False)
+
+    def loader(size: int) -> Any:
+        return DataLoader(data, size, shuffle=True, packing=packing)
+
+    whole = loader(8)
+    batches = list(whole)
+    tokens = torch.cat([batch["tokens"] for batch in batches])
+    whole.close()
+    found = set()
+    for batch in batches:
+        for row, ids in zip(batch["tokens"], batch["document_ids"], strict=True):
+            found |= {tuple(row[ids == number].tolist()) for number in range(int(ids.max()) + 1)}
+    short = {(*one, EOS) for one in a.tokens if len(one) < 64}
+    assert short <= found
+    first = loader(3)
+    taken = iter(first)
+    head = torch.cat([next(taken)["tokens"] for _ in range(5)])
+    again = loader(7)
+    again.load_state_dict(first.state_dict())
+    rest = torch.cat([batch["tokens"] for batch in again])
+    assert (torch.cat([head, rest]) == tokens).all()
+    first.close()
+    again.close()
+    with pytest.raises(ConfigError, match="split=False"):
+        DataLoader(data, shuffle="window", packing=packing)
+
+
 def test_packing_goes_with_filters_functions_and_single_samples(sets: list[Written]) -> None:
     """Documents are chosen first; functions get sequences; without a batch size one by one."""
     a = sets[0]

@@ -293,6 +293,8 @@ def test_masks_keep_documents_apart() -> None:
         ({"dtype": "float32"}, "dtype"),
         ({"beside": "mask"}, "tuple"),
         ({"field": 3}, "not the name"),
+        ({"split": 1}, "split 1"),
+        ({"split": False, "remainder": "drop"}, "every sequence is filled up"),
     ],
 )
 def test_wrong_packings_are_refused(wrong: dict[str, Any], says: str) -> None:

@@ -102,6 +102,7 @@ class PackedSession:
                 epoch, first = divmod(int(found.sample[rows[run.start]]), sequences.length)
                 cuts = sequences.cuts(epoch, first, first + run.stop - run.start)
                 follows = piece is not None and epoch == piece.epoch and first >= piece.start
+                follows = follows and cuts.start >= 0
                 lengths, values = self._read(cuts, source, epoch, piece if follows else None)
                 some = rows[run]
                 whole = len(some) == len(numbers)

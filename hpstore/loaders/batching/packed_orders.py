@@ -13,9 +13,10 @@ from hpstore.loaders.batching.packing import Packing
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.ragged_lengths import Lengths, ragged_lengths
 from hpstore.loaders.sampling.mixture_order import MixtureOrder
-from hpstore.loaders.sampling.order import Order
+from hpstore.loaders.sampling.order import PERMUTATION_SAMPLES, Order, SequentialOrder, SubsetOrder
 from hpstore.loaders.sampling.packed_order import PackedMixture, PackedOrder, SequenceOrder
-from hpstore.loaders.sampling.random_draws import Indices
+from hpstore.loaders.sampling.random_draws import Indices, check_seed, derive_seed
+from hpstore.loaders.sampling.whole_documents import WholeOrder
 
 
 def packed_order(
@@ -29,28 +30,54 @@ def packed_order(
     """Sequences of a dataset's documents, or of some; of a mixture, whose sources are packed each
     by itself. Reads the tables of lengths. Raises ConfigError.
     """
+    if not packing.split and shuffle == "window":
+        raise ConfigError(
+            'packing with split=False and shuffle="window": use "global" or "none". Documents of a '
+            "sequence lie close together already"
+        )
     if not isinstance(data, Mixture):
         packing.fields(data.fields)
+        lengths = token_lengths((data,), packing)
+        if not packing.split:
+            return _whole((data,), mapping, lengths, packing, shuffle, seed)
         order = source_order((data,), mapping, shuffle, seed, window_bytes=window_bytes)
-        return _packed(order, token_lengths((data,), packing), packing)
+        return _packed(order, lengths, packing)
     if mapping is not None:
         raise ConfigError("packing a part of a mixture: mix Subsets of its data sets instead")
     if shuffle == "window":
         raise ConfigError('packing a mixture with shuffle="window": use "global" or "none"')
-    packing.fields(data.parts[0].fields)
-    if data.source_field in packing.fields(data.parts[0].fields):
+    own = packing.fields(data.parts[0].fields)
+    if data.source_field in own:
         raise ConfigError(
             f"source_field {data.source_field!r} is a field of packed batches already"
         )
-    sources = [
-        _packed(order, token_lengths(source.parts, packing), packing)
-        for order, source in zip(
-            data.source_orders(shuffle, seed, window_bytes), data.sources, strict=True
-        )
-    ]
+    sources = _sources(data, packing, shuffle, seed)
     length = data.epoch_length([source.length for source in sources], packing.length)
     mixed = MixtureOrder(sources, data.schedule, seed, length=length)
     return PackedMixture(mixed, tuple(sources))
+
+
+def _sources(
+    data: Mixture, packing: Packing, shuffle: str, seed: int
+) -> list[PackedOrder] | list[WholeOrder]:
+    """Each source of a mixture, packed by itself."""
+    lengths = [token_lengths(source.parts, packing) for source in data.sources]
+    if packing.split:
+        orders = data.source_orders(shuffle, seed, 1)
+        return [_packed(o, some, packing) for o, some in zip(orders, lengths, strict=True)]
+    tables = PERMUTATION_SAMPLES // len(data.sources)
+    return [
+        _whole(
+            source.parts,
+            source.mapping,
+            some,
+            packing,
+            shuffle,
+            derive_seed(seed, number),
+            tables,
+        )
+        for number, (source, some) in enumerate(zip(data.sources, lengths, strict=True))
+    ]
 
 
 def _packed(order: Order, lengths: Lengths, packing: Packing) -> PackedOrder:
@@ -61,6 +88,29 @@ def _packed(order: Order, lengths: Lengths, packing: Packing) -> PackedOrder:
         field=packing.field,
         separator=packing.separator,
         drop_last=packing.remainder == "drop",
+    )
+
+
+def _whole(
+    parts: Sequence[Dataset],
+    mapping: Indices | None,
+    lengths: Lengths,
+    packing: Packing,
+    shuffle: str,
+    seed: int,
+    table_samples: int = PERMUTATION_SAMPLES,
+) -> WholeOrder:
+    samples = sum(map(len, parts))
+    return WholeOrder(
+        SequentialOrder(samples)
+        if mapping is None
+        else SubsetOrder(SequentialOrder(len(mapping)), mapping, samples=samples),
+        lengths,
+        packing.length,
+        field=packing.field,
+        separator=packing.separator,
+        seed=check_seed(seed) if shuffle == "global" else None,
+        table_samples=table_samples,
     )
 
 

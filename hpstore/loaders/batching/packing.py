@@ -31,6 +31,9 @@ class Packing:
     remainder
         Of an epoch, where its tokens are no multiple of `length`: "pad" fills the last sequence,
         "drop" leaves the last `length - 1` tokens or fewer out.
+    split
+        Whether a document is split where a sequence ends. False: documents that fit into a
+        sequence stay whole, laid together by best fit; each sequence is filled up.
     dtype
         Of the tokens in a batch. None: the field's own.
     beside
@@ -47,6 +50,7 @@ class Packing:
     separator: int | None = None
     pad: int = 0
     remainder: str = "pad"
+    split: bool = True
     dtype: str | None = "int64"
     beside: tuple[str, ...] = ()
 
@@ -61,6 +65,12 @@ class Packing:
                 raise ConfigError(f"packing: {name} {value!r} is no token: a whole number")
         if self.remainder not in ("pad", "drop"):
             raise ConfigError(f'packing: remainder {self.remainder!r} is neither "pad" nor "drop"')
+        if not isinstance(self.split, bool):
+            raise ConfigError(f"packing: split {self.split!r} is neither True nor False")
+        if not self.split and self.remainder == "drop":
+            raise ConfigError(
+                'packing: remainder="drop" with split=False: every sequence is filled up there'
+            )
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ConfigError(f"packing: dtype {self.dtype!r} is none of {', '.join(DTYPES)}, None")
         if isinstance(self.beside, str):
