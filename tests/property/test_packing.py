@@ -303,6 +303,12 @@ def test_wrong_packings_are_refused(wrong: dict[str, Any], says: str) -> None:
         Packing(**{"field": "t", "length": 8, **wrong})
 
 
+def test_numbers_of_numpy_are_taken() -> None:
+    """They are kept as Python's, so that a state is JSON."""
+    made = Packing(field="t", length=np.int64(8), separator=np.uint16(3), pad=np.int8(-1))  # type: ignore[arg-type]
+    assert [type(one) for one in (made.length, made.separator, made.pad)] == [int, int, int]
+
+
 @pytest.mark.parametrize(
     ("fields", "wrong", "says"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hpstore.errors import ConfigError
@@ -57,12 +58,14 @@ class Packing:
     def __post_init__(self) -> None:
         if not isinstance(self.field, str):
             raise ConfigError(f"packing: field {self.field!r} is not the name of a field")
-        whole_argument("length", self.length, least=1)
+        object.__setattr__(self, "length", whole_argument("length", self.length, least=1))
         for name in ("separator", "pad"):
             value = getattr(self, name)
-            known = value is None and name == "separator"
-            if not known and (isinstance(value, bool) or not isinstance(value, int)):
+            if value is None and name == "separator":
+                continue
+            if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
                 raise ConfigError(f"packing: {name} {value!r} is no token: a whole number")
+            object.__setattr__(self, name, int(value))
         if self.remainder not in ("pad", "drop"):
             raise ConfigError(f'packing: remainder {self.remainder!r} is neither "pad" nor "drop"')
         if not isinstance(self.split, bool):

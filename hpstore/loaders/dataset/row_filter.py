@@ -84,9 +84,24 @@ RowFilter: TypeAlias = Callable[[Columns], Any] | Sequence[Comparison]
 
 
 def filtered_rows(data: StoredData, condition: RowFilter) -> Int64s:
-    """The samples that a filter keeps, ascending. Reads columns and tables alone.
+    """Find the samples that a filter keeps, as for a Subset. Reads columns and tables alone.
 
-    Raises ConfigError when the filter is none, or keeps nothing. What a function raises has a note.
+    Parameters
+    ----------
+    data
+        An open dataset.
+    condition
+        As a DataLoader's `filter`. What a function raises has a note that names the dataset.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64 (n,), ascending, at least one. It is the caller's.
+
+    Raises
+    ------
+    ConfigError
+        The filter cannot be used, or keeps nothing.
     """
     mask = filter_mask(data, condition)
     if not mask.any():

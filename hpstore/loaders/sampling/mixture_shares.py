@@ -164,10 +164,10 @@ def schedule_of(
 
     `step_samples`: samples of all ranks in a step.
     """
-    whole_argument("step_samples", step_samples, least=1)
+    each = whole_argument("step_samples", step_samples, least=1)
     given: list[Any] = list(weights)
     stepped = bool(given) and all(isinstance(one, tuple | list) for one in given)
-    steps = [_step(one) for one in given] if stepped else [(0, given)]
+    steps = [_step(one) for one in given] if stepped else [(0, [float(weight) for weight in given])]
     if steps[0][0] != 0 or any(b[0] <= a[0] for a, b in itertools.pairwise(steps)):
         raise ConfigError(
             f"weights change at steps {[step for step, _ in steps]}: these rise, from 0 on"
@@ -176,7 +176,7 @@ def schedule_of(
         if len(some) != sources:
             at = f" from step {step} on" if stepped else ""
             raise ConfigError(f"{sources} data sets, {len(some)} weights{at}")
-    return MixtureSchedule([(step * step_samples, some) for step, some in steps])
+    return MixtureSchedule([(step * each, some) for step, some in steps])
 
 
 # Any: whatever the user gave

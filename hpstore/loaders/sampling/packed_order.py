@@ -155,8 +155,8 @@ class PackedOrder:
         chosen = self.documents.indices(epoch, start, stop)
         ends = before + np.cumsum(self._sizes(chosen))
         starts = np.append(before, ends[:-1])
-        edges = np.arange(low, high, self._row)  # of rows, and of documents that are not empty
-        edges = np.union1d(edges, starts[(starts > low) & (ends > starts)])
+        edges = np.arange(low, high, self._row)  # of rows, and of documents
+        edges = np.union1d(edges, starts[starts > low])
         document = np.searchsorted(ends, edges, "right")
         return Cuts(
             documents=chosen,
