@@ -115,6 +115,18 @@ def test_epochs_end_where_counting_says(
         assert any(beside[s] < lengths[s] + slack + Fraction(1, 10**9) for s in ever)
 
 
+def test_no_source_loses_what_it_had_where_weights_change_early_in_an_epoch() -> None:
+    """1 : 3 : 3 of 66 is 10, 28, 28, and of 67 it is 9, 29, 29 by largest remainders; the weights
+    change there, one position into the second epoch, where nothing can be taken back."""
+    steps = [(0, [1.0, 3.0, 3.0]), (67, [1.0, 1.0, 1.0])]
+    orders: list[Order] = [SequentialOrder(500) for _ in range(3)]
+    mixed = MixtureOrder(orders, MixtureSchedule(steps), 0, length=66, block=60)
+    found = [mixed.draws(epoch, 0, 66) for epoch in range(3)]
+    for source in range(3):
+        drawn = np.concatenate([one.sample[one.source == source] for one in found])
+        assert (drawn == np.arange(len(drawn))).all()
+
+
 def test_epochs_of_constant_weights_end_exactly() -> None:
     """3 to 1 of 90 and 50: the first is through after 120, all after 200."""
     schedule = MixtureSchedule([(0, [3, 1, 0])])

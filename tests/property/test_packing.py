@@ -180,9 +180,9 @@ def test_ranks_and_resumes_lose_no_token(
             slices = Slices(
                 length=made.length, batch_size=size, world_size=world, rank=rank, tail="uneven"
             )
-            mine = list(pieces(slices, epoch, position))[:steps]
+            todo = list(pieces(slices, epoch, position))[:steps]
             found, _ = session(made, lengths, packing, [0])
-            ranks.append([(piece, found.make(piece)[1]) for piece in mine])
+            ranks.append([(piece, found.make(piece)[1]) for piece in todo])
         done = max(map(len, ranks))
         for step in range(done):
             for mine in ranks:
