@@ -14,14 +14,7 @@ from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.dataset_versions import DatasetVersion, delete_version, list_versions
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.image_decode import ImageDecode
-from hpstore.loaders.dataset.publish_dataset import (
-    DatasetInfo,
-    delete_dataset,
-    list_datasets,
-    publish_parts,
-    remove_orphans,
-    written_parts,
-)
+from hpstore.loaders.dataset.publish_dataset import DatasetInfo, list_datasets, publish_parts
 from hpstore.loaders.dataset.remove_dataset import delete_dataset, remove_orphans
 from hpstore.loaders.dataset.row_filter import filtered_rows
 from hpstore.loaders.dataset.stored_manifests import written_parts
