@@ -18,7 +18,6 @@ from hpstore.errors import HpstoreError, ObjectNotFound
 from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.disk_file import DiskFile
 from hpstore.loaders.cache.disk_tier import _holder
-from hpstore.loaders.cache.messages import Lost, receive
 from hpstore.loaders.cache.saved_policy import load_learned, save_learned
 from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
@@ -40,6 +39,7 @@ from hpstore.loaders.ingestion.ingest_journal import Progressed, Skipped
 from hpstore.loaders.ingestion.write_order import IngestPosition
 from hpstore.loaders.policy import CachePolicy
 from hpstore.loaders.zarr_views.dataset_views import is_chunk, names_within
+from hpstore.runtime.local_messages import Lost, receive
 from tests.fuzz.engine import Target
 from tests.fuzz.pool_targets import record, scratch
 from tests.fuzz.weight_file_targets import zip_body, zip_file

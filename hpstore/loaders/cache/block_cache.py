@@ -14,7 +14,7 @@ from hpstore.loaders.cache.cache_counters import CacheTally, shares
 from hpstore.loaders.cache.disk_tier import DiskTier
 from hpstore.loaders.cache.local_reader import Attached
 from hpstore.loaders.cache.memory_tier import OwnMemory, Pin, SharedMemory
-from hpstore.loaders.cache.messages import Lost, listen
+from hpstore.loaders.cache.messages import listen
 from hpstore.loaders.cache.partition import Division
 from hpstore.loaders.cache.policy_interface import MakePolicy
 from hpstore.loaders.cache.prefetch import Prefetcher
@@ -23,6 +23,7 @@ from hpstore.loaders.cache.shared_server import MOST_CONNECTIONS, CacheServer
 from hpstore.loaders.policy import CachePolicy
 from hpstore.runtime.clock import Clock, SystemClock
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.local_messages import Lost
 from hpstore.units import bytes_argument, whole_argument
 
 PREFETCH_THREADS = 2

@@ -17,12 +17,13 @@ from hpstore.loaders.cache.block_source import BlockSource, Targets
 from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.local_reader import check_targets, read_each_once, sizes_of_blocks
 from hpstore.loaders.cache.memory_tier import mapped
-from hpstore.loaders.cache.messages import Lost, Message, as_bytes, connect, receive, send
+from hpstore.loaders.cache.messages import connect
 from hpstore.loaders.cache.page_allocator import Int32s, Pages
 from hpstore.loaders.cache.policy_interface import Bools
 from hpstore.loaders.cache.shared_server import AGAIN, FETCH, HERE, INLINE, KEEP, LATE
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.local_messages import Lost, Message, as_bytes, receive, send
 
 _log = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from hpstore.errors import ConfigError, HpstoreError, ThreadsExhausted
 from hpstore.loaders.cache.block_source import Sizes, Targets, sizes_of
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.memory_tier import SharedMemory
-from hpstore.loaders.cache.messages import Lost, Message, check_peer, receive, send
 from hpstore.loaders.cache.partition import Division
 from hpstore.loaders.cache.source_state import Asked, BlockFetch, Fetched, ReaderJob, SourceState
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.local_messages import Lost, Message, check_peer, receive, send
 from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
