@@ -23,6 +23,9 @@ pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testi
 # each of some hundred processes. torch imports torch._dynamo when it makes its first optimizer
 multiprocessing.set_forkserver_preload(["torch._dynamo", "tests.trainers.runs"])
 
+# keepers would outlive the tests; those that are about them switch it on
+os.environ.setdefault("HPSTORE_NODE_MEMORY", "off")
+
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(

@@ -9,8 +9,8 @@ import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import Cache, DataLoader
-from hpstore.loaders.batching import batch_maker
-from hpstore.loaders.batching.batch_maker import cache_budget
+from hpstore.loaders.batching import page_budget
+from hpstore.loaders.batching.page_budget import cache_budget
 from hpstore.units import GIB
 
 
@@ -18,7 +18,7 @@ def test_auto_is_a_quarter_of_the_memory_shared_by_the_ranks_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And the default of a loader. None and 0 keep nothing, as does a loader with a Cache."""
-    monkeypatch.setattr(batch_maker, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(page_budget, "available_bytes", lambda: 64 * GIB)
     assert inspect.signature(DataLoader).parameters["cache"].default == "auto"
     assert cache_budget("auto") == 16 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

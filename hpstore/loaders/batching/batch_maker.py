@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpstore.errors import ConfigError
 from hpstore.loaders.batching.assembler import Assembler
 from hpstore.loaders.batching.batch_buffers import Slots
 from hpstore.loaders.batching.batch_counters import Counts, PoolReads
 from hpstore.loaders.batching.cached_reads import CachedReads, CachedRun
 from hpstore.loaders.batching.gather_copy import How
+from hpstore.loaders.batching.node_pages import NodePageMemory
+from hpstore.loaders.batching.page_budget import PageBudget, memory_for
 from hpstore.loaders.batching.page_memory import PageMemory
 from hpstore.loaders.batching.page_prefetch import (
     PagePrefetcher,
@@ -36,14 +37,12 @@ from hpstore.loaders.sampling.batch_plan import BatchPiece
 from hpstore.loaders.sampling.order import Order, SubsetOrder
 from hpstore.loaders.sampling.random_draws import Indices
 from hpstore.loaders.sampling.window_shuffle import WindowOrder, subset_stripes, windows_of
-from hpstore.runtime.budget import available_bytes
 from hpstore.runtime.closing import Closing
-from hpstore.units import KIB, bytes_argument
+from hpstore.units import KIB
 
 if TYPE_CHECKING:
     from hpstore.loaders.gpu.direct_reader import DirectAccess
 
-CACHE_SHARE = 0.25  # of the memory that is available, for pages, with cache="auto"
 SINGLE_BYTES = 23 * KIB
 """What a read of one record costs beyond its bytes, as bytes of sequential reading. From 43,000
 records of 12 KiB a second read one by one and 124,000 by windows (docs/data.md)."""
@@ -149,7 +148,7 @@ class Session:
 class Engine(Closing):
     """Batches of `data` in `order`. start() and close() are for one thread.
 
-    Datasets that fit `cache_bytes` are kept in memory as they are read; with a window shuffle the
+    Datasets that fit `budget` are kept in memory as they are read; with a window shuffle the
     windows to come are, if the part of their samples that this loader uses (`share`) makes that
     cheaper than record by record; otherwise records are read as they are needed. `batch_rows`:
     samples of the largest batch. With a `cache` records are read through it.
@@ -161,7 +160,7 @@ class Engine(Closing):
         order: Order | None,
         *,
         batch_rows: int,
-        cache_bytes: int,
+        budget: PageBudget,
         prefetch_bytes: int,
         pin: Callable[[Any], object] | None = None,
         cache: Cache | None = None,
@@ -182,17 +181,20 @@ class Engine(Closing):
         self._decoded_before = self._decode_seconds()
         # records larger than a page are read by themselves: pages of them are of no use
         self._paged = [s for s in data.streams if s.fixed is None or s.fixed.per_page]
-        needed = sum(PageMemory.bytes_needed(s, int(s.page_starts[-1])) for s in self._paged)
+        self._node = None if cache is not None or not self._paged else budget.node(data)
         self.cached: CachedReads | None = None
         if cache is not None:
             self.mode = "cached"
             self.cached = CachedReads(cache, data, batch_rows=batch_rows)
-        elif needed <= cache_bytes:
+        elif budget.keeps_all(self._paged, self._node):
             self.mode = "resident"
         elif self._windows() is not None and share >= worth_reading(_record_bytes(self._paged)):
             self.mode = "window"
         else:
             self.mode = "records"
+        if self.mode != "resident" and self._node is not None:
+            self._node.close()
+            self._node = None
 
     def _windows(self) -> WindowOrder | None:
         """The windows of the order, when they are of this dataset's stripes: pages of others would
@@ -236,9 +238,7 @@ class Engine(Closing):
             hurried = self._hurried(windows, epoch, position)
         held = windows is None or len(hurried) > 0  # then the first batch goes first
         if fresh:
-            self._slabs = {
-                s.number: PageMemory(data, s, int(s.page_starts[-1])) for s in self._paged
-            }
+            self._slabs = {s.number: memory_for(data, s, self._node) for s in self._paged}
             fills = everything(self._slabs)
             if windows is not None:
                 fills = everything_in_windows(
@@ -302,6 +302,12 @@ class Engine(Closing):
                 "mode": self.mode,
                 "pages_in_memory": sum(slab.kept for slab in self._slabs.values()),
                 "pages_to_keep": sum(slab.capacity for slab in self._slabs.values()),
+                "pages_adopted": sum(
+                    slab.adopted_total
+                    for slab in self._slabs.values()
+                    if isinstance(slab, NodePageMemory)
+                ),
+                "node_memory": "off" if self._node is None else self._node.described(),
                 "records_gathered": self.counts.gathered_total,
                 "records_read": self.counts.read_total,
                 "shards_reopened": self._data.shards_reopened,
@@ -337,6 +343,8 @@ class Engine(Closing):
             thread.join()
         if self._filler is not None:
             self._filler.close()
+        if self._node is not None:
+            self._node.close()
         if self.direct is not None:
             self.direct.close()
         self._slots.close()
@@ -351,19 +359,3 @@ def _record_bytes(streams: Sequence[Stream]) -> float:
     """Mean of what is read of a sample."""
     rows = max((int(s.rows.sum()) for s in streams), default=0)
     return sum(int(s.payload_bytes.sum()) for s in streams) / max(1, rows)
-
-
-def cache_budget(cache: object) -> int:
-    """Bytes for pages: as many as `cache` says, 0 for None or a Cache, and for "auto" a quarter of
-    the memory that is available, which ranks on one node share (LOCAL_WORLD_SIZE, as torchrun
-    sets it). Raises ConfigError.
-    """
-    if cache == "auto":
-        return int(CACHE_SHARE * available_bytes()) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if cache is None or isinstance(cache, Cache):
-        return 0
-    if isinstance(cache, bool) or not isinstance(cache, int | str):
-        raise ConfigError(
-            f'cache {cache!r}: give "auto", bytes such as "8GiB", a Cache, or None or 0 for none'
-        )
-    return bytes_argument("cache", cache)

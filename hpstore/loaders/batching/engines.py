@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hpstore.loaders.batching.batch_maker import Engine, Session, cache_budget
+from hpstore.loaders.batching.batch_maker import Engine, Session
 from hpstore.loaders.batching.chosen_data import Native
 from hpstore.loaders.batching.loader_options import LoaderMemory
 from hpstore.loaders.batching.mixed_batches import MixedEngine, MixedSession
 from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.batching.packed_batches import PackedEngine, PackedSession
 from hpstore.loaders.batching.packed_orders import documents_of
+from hpstore.loaders.batching.page_budget import page_budget
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.sampling.order import Order
@@ -60,7 +61,7 @@ def make_engine(
     """
     data, packing = native.data, native.packing
     options: dict[str, Any] = {
-        "cache_bytes": cache_budget(cache),
+        "budget": page_budget(cache, memory),
         "prefetch_bytes": int(memory.prefetch_bytes),
         "pin": pin,
         "batch_rows": batch_rows,

@@ -9,6 +9,8 @@ from hpstore.units import MIB, bytes_argument
 
 PREFETCH_BYTES = 256 * MIB
 ARENA_BYTES = 256 * MIB  # two batches of 38 MB with the sources of half of their records
+NODE_MINUTES = 10.0  # a restart within them finds the data in memory
+MOST_MINUTES = 30 * 24 * 60
 DIRECT = ("auto", "always", "off")
 
 
@@ -22,20 +24,30 @@ class LoaderMemory:
         For batches that are made ahead or held by you. A batch above all of it is made by itself.
     window_bytes
         Of a window of `shuffle="window"`; None: a quarter of `prefetch_bytes`.
+    node_minutes
+        How long the node keeps the pages of a dataset that fits in `cache` when no process uses
+        them any more, for the next one (docs/data.md); 0: they lie in this process's own memory.
 
     Raises
     ------
     ConfigError
-        A size is not a number of bytes, or is below 1.
+        A size is not a number of bytes, or is below 1; minutes are below 0 or no number.
     """
 
     prefetch_bytes: int | str = PREFETCH_BYTES
     window_bytes: int | str | None = None
+    node_minutes: float = NODE_MINUTES
 
     def __post_init__(self) -> None:
         _count(self, "prefetch_bytes", least=1)
         if self.window_bytes is not None:
             _count(self, "window_bytes", least=1)
+        minutes = self.node_minutes
+        number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
+        if not (number and 0 <= minutes <= MOST_MINUTES):
+            raise ConfigError(
+                f"node_minutes {minutes!r}: give minutes from 0 to {MOST_MINUTES}, such as 10"
+            )
 
     def window(self) -> int:
         """Bytes of a window."""

@@ -13,6 +13,7 @@ import torch
 from hpstore.loaders.batching.batch_counters import Counts, PoolReads
 from hpstore.loaders.batching.batch_maker import Engine, Session
 from hpstore.loaders.batching.mixture import Mixture
+from hpstore.loaders.batching.page_budget import PageBudget
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.dataset.batch_values import Batch, BatchValue, Ragged, row_bytes
 from hpstore.loaders.dataset.dataset import Dataset
@@ -135,7 +136,7 @@ class MixedEngine(Closing):
         order: Order | None,
         *,
         batch_rows: int,
-        cache_bytes: int,
+        budget: PageBudget,
         prefetch_bytes: int,
         pin: Callable[[Any], object] | None = None,
         cache: Cache | None = None,
@@ -149,7 +150,7 @@ class MixedEngine(Closing):
                 one.data,
                 one.order,
                 batch_rows=batch_rows,
-                cache_bytes=int(cache_bytes * one.weight),
+                budget=budget.for_part(one.weight),
                 prefetch_bytes=int(prefetch_bytes * one.weight),
                 pin=pin,
                 cache=cache,

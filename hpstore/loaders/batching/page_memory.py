@@ -48,15 +48,16 @@ class PageMemory:
         self._direct = self._page_bytes >= stream.unit_bytes and not stream.compression
         count = len(self.pages.start)
         self.capacity = min(capacity, count)
-        self._memory: Bytes = aligned_array(self.capacity * self._page_bytes)
+        self._room = min(self._page_bytes, stream.unit_bytes)  # of a page, for what is read
+        # slots in turn, so that all of the memory is used from the start and none of it comes later
+        self._free = deque(range(self.capacity))
+        self._fresh = np.ones(self.capacity, bool)  # slots that were never used
+        self._memory: Bytes = self._make_memory()
         self._rows = (
             self._memory.reshape(-1, self.stride) if self.stride and len(self._memory) else None
         )
         self._slot = np.full(count, -1, np.int64)  # of each page
         self._failed = np.zeros(count, bool)
-        # in turn, so that all of the memory is used from the start and none of it comes later
-        self._free = deque(range(self.capacity))
-        self._fresh = np.ones(self.capacity, bool)  # slots that were never used
         self._held = np.zeros(count, np.int64)  # of each page, by how many it is copied from
         self._expiry: dict[int, int] = {}  # page that is there or being read -> when it may go
         self._kept = 0  # pages that are there and stay
@@ -71,6 +72,10 @@ class PageMemory:
         self._room_made = threading.Condition(lock)
         self._table: Int64s | None = None  # row of every record, once all pages are there to stay
         self._making_table = threading.Lock()
+
+    def _make_memory(self) -> Bytes:
+        """Memory of all slots, whole records of one size."""
+        return aligned_array(self.capacity * self._page_bytes)
 
     @property
     def kept(self) -> int:
@@ -122,6 +127,10 @@ class PageMemory:
                 self._room_made.wait()
         return None
 
+    def reserve_rest(self) -> Places | None:
+        """As reserve(), of what others were to read and have not: there are no others here."""
+        return {}
+
     def _give_up(self) -> None:
         gone = [p for p, e in self._expiry.items() if e <= self._now and not self._held[p]]
         for page in gone:
@@ -137,14 +146,16 @@ class PageMemory:
         error. That the dataset or its pool was closed is no fault of a page: it ends this slab.
         """
         places = dict(places)
+        if not places:
+            return
 
         def target(page: int) -> Bytes:
-            start = places[page] * self._page_bytes
-            return self._memory[start : start + min(self._page_bytes, self._stream.unit_bytes)]
+            return self._target(page, places[page])
 
         def arrived(page: int) -> None:
+            slot = places.pop(page)
             with self._moved:
-                self._slot[page] = places.pop(page)
+                self._slot[page] = slot
                 self._kept += self._expiry[page] == NEVER
                 for missing in self._missing.values():
                     missing.discard(page)
@@ -152,6 +163,7 @@ class PageMemory:
                     self._moved.notify_all()
                 if self._expiry[page] <= self._now:
                     self._room_made.notify_all()
+            self._has_arrived(page, slot)
 
         numbers = np.array(sorted(places), np.int64)
         shard = partial(self._data.reader, self._stream)
@@ -172,6 +184,14 @@ class PageMemory:
             if not self._failed.any():
                 _log.warning("pages that cannot be read are read record by record: %s", error)
             self._give_back(places)
+
+    def _target(self, page: int, slot: int) -> Bytes:
+        """Where a page is read into."""
+        start = slot * self._page_bytes
+        return self._memory[start : start + self._room]
+
+    def _has_arrived(self, page: int, slot: int) -> None:
+        """A page is there. Called without the lock, by the thread that has read it."""
 
     def _touch(self, places: Places) -> None:
         """Clear fresh memory here, while pages of another fill come, not in each read's way."""

@@ -183,6 +183,10 @@ class PagePrefetcher(Closing):
                 for slab, places in found:
                     with self._filling.running():
                         slab.read(places)
+            for slab in self._slabs.values():
+                while rest := slab.reserve_rest():
+                    with self._filling.running():
+                        slab.read(rest)
         except Exception:  # noqa: BLE001 (logged; those who wait go on without slabs)
             _log.exception("filling ends; records are read one by one from here on")
             for slab in self._slabs.values():

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.utils.data
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.batching.batch_maker import cache_budget
 from hpstore.loaders.batching.chosen_data import native_of
 from hpstore.loaders.batching.loader_options import GpuTransfer, LoaderMemory
+from hpstore.loaders.batching.page_budget import cache_budget
 from hpstore.loaders.batching.worker_pool import Processes
 from hpstore.loaders.cache import Cache
 from hpstore.loaders.sampling.random_draws import check_seed
