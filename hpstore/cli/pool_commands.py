@@ -31,7 +31,10 @@ from hpstore.errors import ConfigError, TooFewDevices
 from hpstore.maintenance.rebalance import SPREAD
 from hpstore.maintenance.rebuild import RebuildReport
 from hpstore.membership.agent_observations import read_status
+from hpstore.node_memory.kept_datasets import NodeMemory, kept_datasets
+from hpstore.node_memory.meeting_place import keeper_directory
 from hpstore.pool.pool_names import VARIABLE, table_path
+from hpstore.runtime.local_messages import Lost
 from hpstore.units import MIB
 
 
@@ -135,10 +138,12 @@ def _show(opened: hpstore.Pool, pool: str, *, past: bool, verbose: bool, as_json
     agent = agent_sight(read_status(opened.admin.run_directory, now_ms), found.pool_id, now_ms)
     scrubbed_ms = opened.admin.last_scrub_ms()
     verdict = verdict_of(found, pool, agent)
+    memory = _node_memory(opened)
     if as_json:
         emit_json(
             {
                 **found.as_dict(),
+                "node_memory": memory.as_dict(),
                 "verdict": verdict.level.word,
                 "reason": verdict.reason,
                 "next_command": verdict.command,
@@ -154,8 +159,17 @@ def _show(opened: hpstore.Pool, pool: str, *, past: bool, verbose: bool, as_json
             scrubbed_ms=scrubbed_ms,
             grace_seconds=grace,
             verbose=verbose,
+            memory=memory,
         )
     return verdict.level
+
+
+def _node_memory(opened: hpstore.Pool) -> NodeMemory:
+    """What loaders have left in this node's memory; nothing where the keeper does not answer."""
+    try:
+        return kept_datasets(keeper_directory(opened.config.settings))
+    except Lost:
+        return NodeMemory(process=0, datasets=())
 
 
 def _grace_seconds(opened: hpstore.Pool) -> float:

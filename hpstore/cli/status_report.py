@@ -14,6 +14,7 @@ from rich.text import Text
 from hpstore.cli.output import StdoutConsole
 from hpstore.cli.pool_verdict import AgentSight, Level, Verdict, judged, number, verdict_of
 from hpstore.membership.device_places import sharing_note
+from hpstore.node_memory.kept_datasets import NodeMemory
 from hpstore.pool.status import DeviceStatus, PoolStatus
 from hpstore.units import format_bytes
 
@@ -34,6 +35,7 @@ def show_status(
     scrubbed_ms: int | None = None,
     grace_seconds: float = 0.0,
     verbose: bool = False,
+    memory: NodeMemory | None = None,
 ) -> None:
     """A pool's status on standard output, no wider than its terminal. `pool`: as the user calls it;
     `grace_seconds`: after which the agent evicts a device that does not answer."""
@@ -49,6 +51,12 @@ def show_status(
     lines = [_figures(status, scrubbed_ms, width)]
     lines += device_lines(status.devices, agent, width, grace_seconds)
     lines += _warnings(status, agent)
+    if memory is not None and memory.datasets:
+        count = len(memory.datasets)
+        lines.append(
+            f"this node keeps {format_bytes(memory.bytes)} of {count} dataset{'s'[: count > 1]} in "
+            "memory: hpstore memory list"
+        )
     if verbose:
         lines += _details(status)
     sys.stdout.write("\n".join(lines) + "\n")

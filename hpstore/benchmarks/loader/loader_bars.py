@@ -18,6 +18,7 @@ RESIDENT, WINDOW = "hpstore", "hpstore window"
 RECORDS, WINDOWS = "hpstore global, no cache", "hpstore window, no cache"
 FANCY, FANCY_WORKERS = "torch memmap getitems", "torch memmap getitems 2 workers"
 MEMMAP, WORKERS, FILES = "torch memmap", "torch memmap 2 workers", "torch files"
+KEPT, NEW = "hpstore, kept loader", "hpstore, new process"
 GROWTH_BYTES = 8 * MIB
 
 
@@ -102,6 +103,15 @@ def limited_verdicts(found: Figures, raw: Sequence[Found]) -> dict[str, Verdict]
         "limited_window_to_litdata": to_one(found, WINDOW, "litdata", 3.0),
         "limited_window_to_best_peer": to_best(found, WINDOW, None),
     }
+
+
+def restart_verdicts(found: Figures) -> dict[str, Verdict]:
+    """A new process against the loader that left it the data, whole epochs."""
+    rows = {"new_process_to_kept_loader": to_one(found, NEW, KEPT, 0.8)}
+    if found.get(NEW):
+        read = [session["stats"]["records_read"] for session in found[NEW]]
+        rows["records_read_by_a_new_process"] = verdict(read, 0, least=False)
+    return rows
 
 
 def to_raw(

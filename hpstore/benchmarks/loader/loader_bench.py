@@ -10,6 +10,8 @@ warm      from the second epoch of a process on, for a second or five epochs at 
 cold      the first epoch, caches dropped
 limited   the same in a control group of 800 MB, for data three times larger at least
 degraded  hpstore with no, one and two devices missing by turns, warm and cold
+restart   the first epoch of a new process whose data a loader before it left in the node's memory,
+          against the epochs of that loader
 special   first batches, epoch boundary, ready batch, state, memory, a kill (loader_special.py)
 
 To a GPU the stages of docs/gpu.md come first (gpu_stages.py): what it and its way there can do.
@@ -47,6 +49,8 @@ from hpstore.benchmarks.loader.loader_ours import (
     LOST,
     OURS,
     HpstoreLoader,
+    OursKept,
+    OursNew,
     OursRecords,
     OursWindow,
     lost_share,
@@ -55,6 +59,8 @@ from hpstore.benchmarks.loader.loader_peers import installed
 from hpstore.benchmarks.loader.loader_sessions import (
     LoaderSpec,
     epoch_session,
+    free_session,
+    new_process_session,
     raw_session,
     write_session,
 )
@@ -62,7 +68,7 @@ from hpstore.benchmarks.loader.loader_special import PROCESSES, SEVERAL, SPECIAL
 from hpstore.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-CASES = ("warm", "cold", "limited", "degraded", "special")
+CASES = ("warm", "cold", "limited", "degraded", "restart", "special")
 OURS_BY_CASE = {
     "warm": (HpstoreLoader.name,),
     "cold": tuple(kind.name for kind in OURS),
@@ -138,6 +144,8 @@ class LoaderRunner:
                 self._limited()
             elif case == "degraded":
                 self._degraded()
+            elif case == "restart":
+                self._restart()
 
     def _case(self, case: str, spec: LoaderSpec) -> None:
         names = [
@@ -177,6 +185,20 @@ class LoaderRunner:
                 found = self._one(name, epoch_session, spec)
                 if found is not None:
                     self.found.lost[lost][case][name].append(found)
+
+    def _restart(self) -> None:
+        """A loader that fills the node's memory and reads on, then a new process."""
+        warm = replace(self._spec, cold=False)
+        try:
+            for name, session in (
+                (OursKept.name, epoch_session),
+                (OursNew.name, new_process_session),
+            ):
+                found = self._one(name, session, warm, "restart")
+                if found is not None:
+                    self.found.cases["restart"][name].append(found)
+        finally:
+            self._sessions.run(free_session, replace(warm, contender=OursKept.name))
 
     def special(self) -> None:
         """The figures without peers."""
@@ -296,6 +318,8 @@ def report(
         ratios |= bars.cold_verdicts(found.cases["cold"], found.raw)
     if "limited" in found.cases:
         ratios |= bars.limited_verdicts(found.cases["limited"], found.raw)
+    if "restart" in found.cases:
+        ratios |= bars.restart_verdicts(found.cases["restart"])
     ratios |= bars.degraded_verdicts(found.lost, found.allowed)
     ratios |= bars.special_verdicts(found.special)
     lost = {

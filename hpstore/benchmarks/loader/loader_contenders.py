@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from hpstore.benchmarks.loader.loader_library_peers import LIBRARY_PEERS
-from hpstore.benchmarks.loader.loader_ours import OURS
+from hpstore.benchmarks.loader.loader_ours import OURS, RESTART
 from hpstore.benchmarks.loader.loader_peers import TORCH_PEERS, LoaderPeer, installed
 from hpstore.errors import ConfigError
 
 PEERS: dict[str, type[LoaderPeer]] = {peer.name: peer for peer in (*TORCH_PEERS, *LIBRARY_PEERS)}
 GROUPS = tuple(dict.fromkeys(peer.group for peer in PEERS.values()))
-_KINDS: dict[str, type[LoaderPeer]] = {**PEERS, **{peer.name: peer for peer in OURS}}
+_KINDS: dict[str, type[LoaderPeer]] = {**PEERS, **{peer.name: peer for peer in (*OURS, *RESTART)}}
 
 
 def kind_of(name: str) -> type[LoaderPeer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,11 @@ import hpstore
 from hpstore.benchmarks.harness.raw_devices import DATA, linked_pool, make_pool
 from hpstore.benchmarks.loader.loader_data import BATCH, Batch, Data
 from hpstore.benchmarks.loader.loader_peers import LoaderPeer
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
+from hpstore.config import find_config
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
+from hpstore.node_memory.kept_datasets import free_datasets
+from hpstore.node_memory.meeting_place import keeper_directory
+from hpstore.runtime.local_messages import Lost
 from hpstore.units import MIB
 
 NAME = "bench"
@@ -49,7 +54,8 @@ class HpstoreLoader(LoaderPeer):
     def make(self, **options: Any) -> DataLoader:
         """A loader of it."""
         away = {} if self.device == "cpu" else {"device": self.device}
-        return DataLoader(self.open(), BATCH, **{**self.options, **away, **options})
+        own = {"memory": LoaderMemory(node_minutes=0)}  # a session finds what itself has read
+        return DataLoader(self.open(), BATCH, **{**own, **self.options, **away, **options})
 
     def epoch(self, number: int) -> Iterator[Batch]:
         if not hasattr(self, "_loader"):
@@ -130,6 +136,27 @@ class OursWindowCached(HpstoreLoader):
     options: ClassVar[dict[str, Any]] = {"shuffle": "window"}
 
 
+class OursKept(HpstoreLoader):
+    """A loader that has filled the node's memory and reads on."""
+
+    name = "hpstore, kept loader"
+    configuration = "4+2 over six directories, shuffle='global', default cache, node's memory"
+    options: ClassVar[dict[str, Any]] = {"shuffle": "global", "memory": LoaderMemory()}
+
+    def free(self) -> None:
+        """Let the node's memory of the dataset go."""
+        settings = find_config(self.directory / "pool" / "pool.toml").settings
+        with contextlib.suppress(Lost):
+            free_datasets(keeper_directory(settings), NAME)
+
+
+class OursNew(OursKept):
+    """The first epoch of a new process on a node that has the data in memory."""
+
+    name = "hpstore, new process"
+
+
+RESTART = (OursKept, OursNew)
 OURS: tuple[type[HpstoreLoader], ...] = (HpstoreLoader, OursWindowCached, OursRecords, OursWindow)
 
 

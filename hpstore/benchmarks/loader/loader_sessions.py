@@ -24,7 +24,7 @@ from hpstore.benchmarks.harness.sessions import Found, Sections
 from hpstore.benchmarks.loader import loader_limits as limits
 from hpstore.benchmarks.loader.loader_contenders import kind_of
 from hpstore.benchmarks.loader.loader_data import Batch, Data
-from hpstore.benchmarks.loader.loader_ours import HpstoreLoader
+from hpstore.benchmarks.loader.loader_ours import HpstoreLoader, OursKept
 from hpstore.benchmarks.loader.loader_peers import LoaderPeer, Memmap
 from hpstore.benchmarks.loader.loader_raw import Raw
 from hpstore.units import MIB
@@ -94,6 +94,27 @@ def epoch_session(sections: Sections, spec: LoaderSpec) -> Found:
     found["memory_bytes"] = resident_bytes()
     who.close()
     return found
+
+
+def new_process_session(sections: Sections, spec: LoaderSpec) -> Found:
+    """The first epoch of a process whose data are in the node's memory, and what it read besides."""
+    who = spec.peer()
+    assert isinstance(who, OursKept)
+    gc.collect()
+    sections.warm(spec.data.nbytes // 2)
+    found = timed_epoch(who, 0, spec)
+    found["stats"] = who.stats()
+    found["memory_bytes"] = resident_bytes()
+    who.close()
+    return found
+
+
+def free_session(_: Sections, spec: LoaderSpec) -> Found:
+    """The node's memory is as it was before."""
+    who = spec.peer()
+    assert isinstance(who, OursKept)
+    who.free()
+    return {}
 
 
 def warm_epochs(who: LoaderPeer, spec: LoaderSpec) -> Found:
