@@ -30,7 +30,8 @@ _PEERS = (
     "(default: those installed); for health: all"
 )
 _CASES = (
-    "for loader: warm,cold,limited,degraded,restart,special; for cache: workloads, cost, end-to-end; "
+    "for loader: warm,cold,limited,degraded,restart,special; for cache: workloads, cost, "
+    "end-to-end; "
     "for health: slow,healthy,load,hang,telemetry,window,global,reads,saves,overhead,rebuild,"
     "forecast; for train: methods (default: all)"
 )

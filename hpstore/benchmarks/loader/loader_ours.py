@@ -156,7 +156,7 @@ class OursNew(OursKept):
     name = "hpstore, new process"
 
 
-RESTART = (OursKept, OursNew)
+RESTART: tuple[type[HpstoreLoader], ...] = (OursKept, OursNew)
 OURS: tuple[type[HpstoreLoader], ...] = (HpstoreLoader, OursWindowCached, OursRecords, OursWindow)
 
 

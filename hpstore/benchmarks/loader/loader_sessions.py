@@ -97,7 +97,7 @@ def epoch_session(sections: Sections, spec: LoaderSpec) -> Found:
 
 
 def new_process_session(sections: Sections, spec: LoaderSpec) -> Found:
-    """The first epoch of a process whose data are in the node's memory, and what it read besides."""
+    """The first epoch of a process whose data are in the node's memory, and what it read."""
     who = spec.peer()
     assert isinstance(who, OursKept)
     gc.collect()
