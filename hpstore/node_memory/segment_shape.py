@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 from hpstore.runtime.buffers import HUGE_BYTES
@@ -42,8 +41,8 @@ class SegmentShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Of all slots, in whole pages of memory."""
-        return round_up(self.slots * self.page_bytes, mmap.PAGESIZE)
+        """Of all slots, in whole huge pages."""
+        return round_up(self.slots * self.page_bytes, HUGE_BYTES)
 
     @property
     def file_bytes(self) -> int:

@@ -16,6 +16,7 @@ HUGE_BYTES = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # not in Python's mmap module
 _PROT_NONE = 0
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_*, Linux 5.14
+_COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
 _FAILED = ctypes.c_void_p(-1).value
 # by address, and without the GIL: pages are cleared or looked up in it
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,10 +51,14 @@ class AddressRange:
         end.atexit = False  # the process takes them along
         self.array: Bytes = array
 
-    def map_file(self, at: int, nbytes: int, descriptor: int, offset: int) -> None:
-        """Let a part (from `at`, whole pages) be that of a file (from `offset`), for reading."""
+    def map_file(
+        self, at: int, nbytes: int, descriptor: int, offset: int, *, writable: bool = False
+    ) -> None:
+        """Let a part (from `at`, whole pages) be that of a file (from `offset`), for reading unless
+        it is `writable`."""
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        _mapped(self._address(at, nbytes), nbytes, mmap.PROT_READ, flags, descriptor, offset)
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        _mapped(self._address(at, nbytes), nbytes, access, flags, descriptor, offset)
 
     def map_memory(self, at: int, nbytes: int) -> None:
         """Let a part be memory of this process, huge pages where they are given."""
@@ -77,6 +82,19 @@ def populate(array: Bytes, *, write: bool) -> None:
         start = array.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
         end = round_up(array.ctypes.data + len(array), mmap.PAGESIZE)
         _libc.madvise(start, end - start, _POPULATE_WRITE if write else _POPULATE_READ)
+
+
+def make_huge(array: Bytes) -> None:
+    """Let a part of a shared file, mapped for writing, have huge pages where there are none yet.
+
+    What is in it is lost, what is beside it in the same 2 MiB stays, also while others write it.
+    The kernel gives huge pages to no empty part: so one byte is written first. An older kernel
+    does nothing.
+    """
+    start, end = array.ctypes.data, array.ctypes.data + len(array)
+    for block in range(start // HUGE_BYTES * HUGE_BYTES, end, HUGE_BYTES):
+        array[max(start, block) - start] = 0
+        _libc.madvise(block, HUGE_BYTES, _COLLAPSE)
 
 
 def _mapped(

@@ -28,6 +28,7 @@ from hpstore.node_memory.keeper import Keeper
 from hpstore.node_memory.keeper_process import serve
 from hpstore.node_memory.meeting_place import connect, keeper_directory, socket_path
 from hpstore.pool.pool import Pool
+from hpstore.runtime.address_range import HUGE_BYTES, AddressRange, make_huge
 from hpstore.runtime.local_messages import Lost, receive, send
 from hpstore.units import KIB, MIB
 from tests.fault.common import poll
@@ -481,3 +482,30 @@ def test_the_pool_may_close_before_the_loader(tmp_path: Path, pool: Pool, keeper
     loader.close()
     loader.close()
     poll(20.0, lambda: keeper.listing()[0]["processes"] == [])
+
+
+def test_huge_pages_beside_what_others_write_change_nothing_of_it() -> None:
+    """Two processes read neighbouring pages of one segment into the same 2 MiB."""
+    descriptor = os.memfd_create("test")
+    os.ftruncate(descriptor, 2 * HUGE_BYTES)
+    views = []
+    for _ in range(2):
+        made = AddressRange(2 * HUGE_BYTES)
+        made.map_file(0, 2 * HUGE_BYTES, descriptor, 0, writable=True)
+        views.append(made.array)
+    os.close(descriptor)
+    one, two = views
+    one[: 300 * KIB] = 1
+    make_huge(two[300 * KIB : 2 * MIB + 5])
+    two[300 * KIB : 2 * MIB + 5] = 2
+    make_huge(one[2 * MIB + 5 :])
+    assert (one[: 300 * KIB] == 1).all()
+    assert (one[300 * KIB : 2 * MIB + 5] == 2).all()
+    assert not one[2 * MIB + 5 :].any()
+
+
+def test_addresses_outside_of_a_range_are_refused() -> None:
+    made = AddressRange(HUGE_BYTES)
+    for at, nbytes in ((1, 4096), (0, HUGE_BYTES + 4096), (-4096, 4096), (4096, -1)):
+        with pytest.raises(ValueError, match="are not within"):
+            made.map_memory(at, nbytes)

@@ -20,7 +20,7 @@ from hpstore.loaders.dataset.record_stream import Stream
 from hpstore.node_memory.keeper_session import KeeperSession, SegmentUse
 from hpstore.node_memory.meeting_place import keeper_directory
 from hpstore.node_memory.segment_shape import SegmentShape
-from hpstore.runtime.address_range import AddressRange, populate
+from hpstore.runtime.address_range import HUGE_BYTES, AddressRange, make_huge, populate
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.local_messages import Lost
 from hpstore.units import round_up
@@ -115,7 +115,7 @@ class NodePageMemory(PageMemory):
 
     def _make_memory(self) -> Bytes:
         """Addresses of both halves; the first is mapped when there is a segment."""
-        at = round_up(self._shape.slot_bytes, mmap.PAGESIZE)
+        at = self._shape.slot_bytes
         shape = self._shape
         self._own = -(-at // shape.page_bytes)  # the first own slot
         size = (self._own + shape.pages) * shape.page_bytes
@@ -268,14 +268,17 @@ class NodePageMemory(PageMemory):
             return
         assert self._use is not None
         size = self._page_bytes
-        start = self._shape.table_bytes + run[0][0] * size
-        offset = start // mmap.PAGESIZE * mmap.PAGESIZE
-        length = start - offset + len(run) * size
-        window = np.frombuffer(mmap.mmap(self._use.descriptor, length, offset=offset), np.uint8)
-        populate(window[start - offset :], write=True)
+        low, high = run[0][0] * size, (run[-1][0] + 1) * size
+        first = low // HUGE_BYTES * HUGE_BYTES
+        length = round_up(high, HUGE_BYTES) - first
+        window = AddressRange(length)
+        offset = self._shape.table_bytes + first
+        window.map_file(0, length, self._use.descriptor, offset, writable=True)
+        mine = window.array[low - first : high - first]
+        make_huge(mine)  # else a new process looks up each 4 KiB: half of its first epoch's rate
+        populate(mine, write=True)
         for index, (_, page) in enumerate(run):
-            at = start - offset + index * size
-            self._window[page] = window[at : at + size]
+            self._window[page] = mine[index * size : (index + 1) * size]
 
     def _target(self, page: int, slot: int) -> Bytes:
         found = self._window.get(page)
