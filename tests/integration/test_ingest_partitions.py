@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpstore.errors import ConfigError, IngestError
-from hpstore.loaders import Field, ingest, open_source
+from hpstore.loaders import Dataset, Field, ingest, open_source
 from hpstore.pool.pool import Pool
 from tests.integration.ingest_cases import make_pool, samples
 
@@ -51,16 +51,25 @@ def test_columns_of_folders_are_fields(pool: Pool, tmp_path: Path) -> None:
     assert part.fields == {"a": Field("int64"), "lang": Field("str")}
 
 
-def test_what_is_no_column_is_refused(pool: Pool, tmp_path: Path) -> None:
-    """A folder of nulls, a file outside the folders' order, a column that the files have too."""
+def test_a_folder_of_nulls_makes_an_optional_field(pool: Pool, tmp_path: Path) -> None:
+    """As a null in a column does; where the field is told to have values it is a bad record."""
     root = divided(tmp_path / "t")
     lost = root / "year=2020/lang=__HIVE_DEFAULT_PARTITION__/x.parquet"
     lost.parent.mkdir()
     pq.write_table(pa.table({"a": [9]}), lost)
+    ingest(pool, "t", root, shuffle=False)
+    found = Dataset(pool, "t").__getitems__(range(7))
+    assert [sample["lang"] is None for sample in found] == [sample["a"] == 9 for sample in found]
+    told = {"a": Field("int64"), "lang": Field("str")}
     with pytest.raises(IngestError, match=r"lang=__HIVE.*x.parquet: block 0 row 0: .*null: 'lang'"):
-        ingest(pool, "t", root, shuffle=False)
-    assert ingest(pool, "t", root, on_error="skip").samples == 6
-    lost.rename(root / "year=2020/x.parquet")
+        ingest(pool, "told", root, fields=told, shuffle=False)
+    assert ingest(pool, "told", root, fields=told, on_error="skip").samples == 6
+
+
+def test_what_is_no_column_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """A file outside the folders' order, a column that the files have too."""
+    root = divided(tmp_path / "t")
+    pq.write_table(pa.table({"a": [9]}), root / "year=2020/x.parquet")
     with pytest.raises(ConfigError, match=r"is divided by year, other files by year, lang"):
         open_source(root)
     (root / "year=2020/x.parquet").unlink()

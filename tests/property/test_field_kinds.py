@@ -396,7 +396,7 @@ def test_a_value_of_another_kind_is_named(field: Field, value: Any, says: str) -
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"NaN", b"[1e", b"[" * 5000, b'["a", 1]'])
 def test_hostile_text_is_named_by_its_sample(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written past the check of a writer: the error has the number, skip leaves it out."""
-    real = fields_module.encode_value
+    real = encode_value
     monkeypatch.setattr(
         fields_module, "encode_value", lambda form, v: text if v == ["bad"] else real(form, v)
     )

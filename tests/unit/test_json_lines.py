@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def write(path: Path, data: bytes) -> Path:
         with pa.CompressedOutputStream(str(path), "zstd") as file:
             file.write(data)
         return path
-    made = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    made: dict[str, Callable[[bytes], bytes]] = {
+        ".gz": gzip.compress,
+        ".bz2": bz2.compress,
+        ".xz": lzma.compress,
+    }
     path.write_bytes(made.get(path.suffix, bytes)(data))
     return path
 
