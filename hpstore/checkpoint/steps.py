@@ -45,8 +45,10 @@ class Steps:
     def latest(self) -> int | None:
         """Return the newest step whose manifest and segments can be read; None without one.
 
-        Damaged steps are passed over; the log says why.
+        Damaged steps are passed over; the log says why. A save that a trainer which has ended has
+        left to its writer process on this host is waited for, at most SaveOptions(drain_seconds=).
         """
+        self._catalog.left.wait()
         return self._catalog.latest_valid()
 
     def manifest(self, step: int) -> Manifest:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.copy_gate import CopyGate
-from hpstore.checkpoint.save.writer_client import WriterClient, writer_of
+from hpstore.checkpoint.save.writer_client import WriterClient
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ConfigError, VersionConflict
 from tests.integration.nets import Net, adamw, same, train
@@ -50,7 +48,7 @@ def checkpointer(pool: hpstore.Pool, **options: Any) -> Checkpointer:
 
 
 def writer(ckpt: Checkpointer) -> WriterClient:
-    found = ckpt.saver._writer
+    found = ckpt.saver._writing.writer
     assert found is not None
     return found
 
@@ -330,10 +328,7 @@ def test_a_writer_that_cannot_be_started_is_said(
         checkpointer(pool)
 
 
-def test_ranks_that_save_together_are_refused(pool: hpstore.Pool) -> None:
-    ranks: Any = SimpleNamespace(world=2)
-    with pytest.raises(ConfigError, match=r'one of 2 ranks .* use background="thread"'):
-        writer_of(SimpleNamespace(pool=pool), ranks, Arena(shared=True), "process")  # type: ignore[arg-type]
+def test_words_are_checked() -> None:
     with pytest.raises(ConfigError, match="background 'threads' is not one of"):
         SaveOptions(background="threads")
 
@@ -345,7 +340,7 @@ TRAINER = """
     pool = hpstore.open(sys.argv[1])
     ckpt = Checkpointer(pool, "run", save=SaveOptions(background="process"))
     ckpt.save(1, {"w": torch.zeros(1000000)}).result()
-    writer = ckpt.saver._writer
+    writer = ckpt.saver._writing.writer
     print(writer.process_id, flush=True)
     ckpt.save(2, {"w": torch.arange(20000000)})
     while not writer.handed_over:

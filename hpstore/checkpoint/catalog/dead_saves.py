@@ -43,7 +43,7 @@ def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
             data = _UNREADABLE
         pool.put(mark, data)
     _end_note(pool, note)
-    _decide(pool, manifest, replaces=replaces)
+    decide(pool, manifest, replaces=replaces)
     _delete(pool, mark)
 
 
@@ -56,7 +56,9 @@ def _end_note(pool: Pool, note: str) -> None:
     raise CheckpointError(f"{note} was put again and again while it was removed")
 
 
-def _decide(pool: Pool, manifest: str, *, replaces: bool) -> None:
+def decide(pool: Pool, manifest: str, *, replaces: bool) -> None:
+    """Let a manifest that others have begun to put be there to stay, or never come by their puts.
+    Raises what the pool raises, CheckpointError: then it is not decided."""
     for _ in range(_TRIES):
         if pool.admin.bar(manifest):
             return

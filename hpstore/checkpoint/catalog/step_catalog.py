@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from hpstore.checkpoint.catalog.dead_saves import end_save
 from hpstore.checkpoint.catalog.hidden_steps import HiddenSteps
+from hpstore.checkpoint.catalog.left_writers import LeftWriters
 from hpstore.checkpoint.catalog.not_found_hint import nothing_under
 from hpstore.checkpoint.catalog.retention import orphans
 from hpstore.checkpoint.catalog.writer_fence import (
@@ -55,6 +56,7 @@ class StepCatalog:
         self._read: dict[int, tuple[str, Manifest]] = {}  # by step, with the version it is of
         self._watch = NoteWatch()
         self.hidden = HiddenSteps(pool, self.prefix)
+        self.left = LeftWriters(pool, self.prefix)
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
         self.lasting: set[int] = set()  # steps that were seen to survive a loss: they stay
         self.unclear: set[str] = set()  # nonces of this process' saves that may yet be read
@@ -358,7 +360,7 @@ class StepCatalog:
             if not first and not dead:
                 return 0
             for key, attempt in dead.items():
-                self._end(key, attempt)
+                self.end_attempt(key, attempt)
             # looked at twice: a listing is no snapshot, and a save may commit while it is made
             second, _ = self._orphans(all_live=True)
         except (HpstoreError, OSError) as error:
@@ -367,7 +369,7 @@ class StepCatalog:
         self._delete_those_there(first & second)
         return len(first & second)
 
-    def _end(self, key: str, attempt: SaveAttempt | None) -> None:
+    def end_attempt(self, key: str, attempt: SaveAttempt | None) -> None:
         """End a dead save. Where that cannot be done now, its note or mark goes on protecting."""
         known = sort_out(self.prefix, [key])
         step, nonce = (known.attempts | known.condemned)[key]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -230,8 +231,11 @@ def fence_key(prefix: str) -> str:
     return f"{prefix}/writer"
 
 
-def take_fence(pool: Pool, prefix: str, session: str) -> None:
-    """Become the session that saves under `prefix`; an older one fails at its next commit."""
+def take_fence(pool: Pool, prefix: str, session: str, *, if_version: str | None = None) -> None:
+    """Become the session that saves under `prefix`; an older one fails at its next commit.
+
+    `if_version`: raise VersionConflict when the fence is of another version than this.
+    """
     host, boot, _ = here()
     body = {
         "format": FORMAT,
@@ -241,7 +245,20 @@ def take_fence(pool: Pool, prefix: str, session: str) -> None:
         "pid": os.getpid(),
         "since_ms": time.time_ns() // 1_000_000,
     }
-    pool.put(fence_key(prefix), seal(dict(body)))
+    pool.put(fence_key(prefix), seal(dict(body)), if_version=if_version)
+
+
+def take_fence_of(pool: Pool, prefix: str, boot: str, pid: int) -> None:
+    """Take the fence from a process of this boot, for a session that saves nothing; not from
+    another one, which may have taken it by then."""
+    key = fence_key(prefix)
+    try:
+        version = pool.stat(key).version
+        body = unseal(pool.get(key), where=key)
+        if (body.get("boot"), body.get("pid")) == (boot, pid):
+            take_fence(pool, prefix, f"restore-{secrets.token_hex(8)}", if_version=version)
+    except (ObjectNotFound, VersionConflict):
+        return
 
 
 def fence_session(pool: Pool, prefix: str) -> str | None:

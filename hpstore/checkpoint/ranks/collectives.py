@@ -36,15 +36,24 @@ class Ranks:
 
     `group`: a process group of those taking part, by default all ranks; with `alone` this process
     saves for itself, whatever job it is in. A message that a rank does
-    not answer within `timeout_seconds` raises CheckpointError on those who wait.
+    not answer within `timeout_seconds` raises CheckpointError on those who wait, whose last
+    sentence is `advice`.
     """
 
     # Any below: torch's process groups have no public type
-    def __init__(self, timeout_seconds: float, group: Any = None, *, alone: bool = False) -> None:
+    def __init__(
+        self,
+        timeout_seconds: float,
+        group: Any = None,
+        *,
+        alone: bool = False,
+        advice: str = "End this job; the next one finds the newest whole step.",
+    ) -> None:
+        self._advice = advice
         self.rank, self.world = 0, 1
         self.lost = False  # a message of a rank did not come: what they do next may differ
         self._groups: dict[RankChannel, Any] = {}
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         if not alone and dist.is_available() and dist.is_initialized():
             self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
             if self.rank < 0:
@@ -145,10 +154,9 @@ class Ranks:
         who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
         return CheckpointError(
             f"rank {self.rank} of {self.world}: {who} died or did not answer within "
-            f"{self._timeout_seconds:.0f} s ({str(error).splitlines()[0]}). save(), restore() and "
+            f"{self.timeout_seconds:.0f} s ({str(error).splitlines()[0]}). save(), restore() and "
             "close() are calls of all ranks: one that leaves its loop, for an error that it alone "
-            "catches, keeps the others waiting. What was committed is untouched. End this job; the "
-            "next one finds the newest whole step."
+            "catches, keeps the others waiting. What was committed is untouched. " + self._advice
         )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
+from hpstore.checkpoint.catalog.left_saves import end_left_saves
+from hpstore.checkpoint.catalog.left_writers import WriterRecord
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, newest_untried
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
@@ -34,6 +36,7 @@ def restore_together(
 
     Collective. Raises what no older step would mend, such as a mismatch, on all ranks.
     """
+    settle_left(ranks, steps)
     touched: set[str] = set()
     tried: set[int] = set()
     while (candidate := _next(ranks, steps, step, tried)) is not None:
@@ -53,6 +56,17 @@ def restore_together(
             f"Nothing was deleted; bring missing devices back and try again.{_parts(touched)}"
         )
     return None
+
+
+def settle_left(ranks: Ranks, steps: StepCatalog) -> None:
+    """Wait for the writers of dead trainers on the hosts of all ranks, and end those that take too
+    long: a restore sees what they commit, and saves after it meet nothing of them. Collective."""
+    left = steps.left.wait(ranks.timeout_seconds / 2 if ranks.world > 1 else None)
+    mine = json.dumps([asdict(record) for record in left]).encode()
+    heard = ranks.all_gather(mine, RankChannel.TRAINER)
+    if ranks.leads:
+        rows = {json.dumps(row): row for said in heard for row in json.loads(said)}
+        end_left_saves(steps, [WriterRecord(**row) for row in rows.values()])
 
 
 def _next(ranks: Ranks, steps: StepCatalog, step: int | None, tried: Collection[int]) -> int | None:

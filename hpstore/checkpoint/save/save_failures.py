@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks, require_alike
-from hpstore.checkpoint.save.save_job import SaveJob
+from hpstore.checkpoint.save.process_job import AnyJob
 from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.errors import (
     BudgetExceeded,
@@ -71,7 +71,7 @@ class SaveFailures:
         """A newer save waits: the one under way ends with its next attempt."""
         self._hurry.set()
 
-    def again(self, options: SaveOptions, job: SaveJob, error: Exception, attempts: int) -> bool:
+    def again(self, options: SaveOptions, job: AnyJob, error: Exception, attempts: int) -> bool:
         """Whether to try a save again, after `attempts`; waits before it returns True. Collective:
         the same on all ranks."""
         if not self._agree(options, error, self._may_try(options, job, error, attempts)):
@@ -101,7 +101,7 @@ class SaveFailures:
         if self._ranks.world > 1:
             self._agree(options, error, may_try=False)
 
-    def _may_try(self, options: SaveOptions, job: SaveJob, error: Exception, attempts: int) -> bool:
+    def _may_try(self, options: SaveOptions, job: AnyJob, error: Exception, attempts: int) -> bool:
         """What this rank is for."""
         cause = job.cause_of(error)
         if options.on_failure != "retry" or not isinstance(cause, (*_PASSING, type(None))):

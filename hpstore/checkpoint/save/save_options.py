@@ -36,9 +36,8 @@ class SaveOptions:
         60 % of the memory that is available.
     background
         "thread" writes from threads of this process. "process" writes from a process of its own,
-        which leaves this one's GIL alone and finishes a save when this one has died. For a process
-        that saves by itself, not for several ranks. It opens the pool again, with memory of its
-        own.
+        which leaves this one's GIL alone and finishes a save when this one has died; each rank has
+        one. It opens the pool again, with memory of its own.
     on_busy
         What save() does while the save before it is under way: "wait", "skip" or "error".
     on_failure
@@ -59,7 +58,8 @@ class SaveOptions:
     commit_seconds
         How long ranks wait for each other's messages.
     drain_seconds
-        How long the end of the process waits for the save under way.
+        How long the end of the process waits for the save under way, and restore() for one that a
+        trainer which has ended has left to its writer process.
     on_sigterm
         "finish" finishes the save under way, within `drain_seconds`, and ends. "save" saves and
         stops all ranks after one step, within these seconds: see Checkpointer.reached_preemption.

@@ -30,6 +30,7 @@ from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.drain_at_exit import Draining
 from hpstore.checkpoint.save.job_options import Earlier, JobOptions
 from hpstore.checkpoint.save.prewrite_saves import SpaceMaker
+from hpstore.checkpoint.save.process_job import AnyJob, Writing
 from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
 from hpstore.checkpoint.save.save_failures import SaveFailures
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
@@ -39,7 +40,6 @@ from hpstore.checkpoint.save.save_underway import Underway
 from hpstore.checkpoint.save.save_warnings import note_differing, warn_of_stall
 from hpstore.checkpoint.save.stage import STAGING, SaveStage
 from hpstore.checkpoint.save.write_rate import save_rate
-from hpstore.checkpoint.save.writer_client import AnyJob, job_of, writer_of
 from hpstore.checkpoint.state.targets import State
 from hpstore.errors import CheckpointError
 from hpstore.runtime.collector_pause import collector_paused
@@ -81,7 +81,7 @@ class Saver:
         if accelerator is None and torch.cuda.is_available():
             accelerator = CudaStaging()
         self._stage = SaveStage(options.staging, accelerator, shared=options.background != "thread")
-        self._writer = writer_of(catalog, ranks, self._stage.arena, options.background)
+        self._writing = Writing.of(catalog, ranks, self._stage.arena, options.background)
         self._planner = Planner(ranks, options.memory_bytes, rng=rng, allow_pickle=allow_pickle)
         self._session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
@@ -101,7 +101,7 @@ class Saver:
         self._after = AfterCommits(
             catalog, retention, self._session, self.counters, expire=self._expire
         )
-        pool = catalog.pool
+        pool, catalog.left.patience_seconds = catalog.pool, options.drain_seconds
         self._draining = Draining(self, options.drain_seconds) if not pool.read_only else None
         self._space = SpaceMaker(pool, catalog, retention.keep_last or 0, options.pace)
         self._prewrites = options.prewrite and retention.keep_last is not None
@@ -155,9 +155,7 @@ class Saver:
         options = self._job_options(
             checked_step(step), prepared, overwrite, metrics, began, progress
         )
-        job = job_of(
-            self._writer, self._catalog, self._ranks, options, self._earlier, self.options.reuse
-        )
+        job = self._writing.job(options, self._earlier, reuse=self.options.reuse)
         future: Future[SaveReport] = Future()
         staged: Future[float] = Future()
         tidied: Future[None] = Future()
@@ -294,9 +292,8 @@ class Saver:
                     report = self._finish(attempts[-1], prepared)
                 except Exception as error:
                     last, count = attempts[-1], len(attempts)
-                    if not isinstance(last, SaveJob):
-                        raise
-                    if not self._failures.again(self.options, last, error, count):
+                    again = self._failures.again(self.options, last, error, count)
+                    if not again or not isinstance(last, SaveJob):
                         raise
                     attempts.append(last.again())
                 else:
@@ -492,8 +489,7 @@ class Saver:
         if self._draining is not None:
             self._draining.forget()
         self._space.close()
-        if self._writer is not None:
-            self._writer.close()
+        self._writing.close()
         self._stage.close()
         if self._preemption is not None:
             self._preemption.close()

@@ -18,9 +18,9 @@ from hpstore.checkpoint.save.accelerator import Accelerator
 from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.host_copy import Copier
+from hpstore.checkpoint.save.process_job import AnyJob
 from hpstore.checkpoint.save.rank_plan import Prepared
 from hpstore.checkpoint.save.staging_memory import Staging
-from hpstore.checkpoint.save.writer_client import AnyJob
 from hpstore.checkpoint.state.optimizers import local_part
 from hpstore.checkpoint.state.targets import State, objects_in
 from hpstore.codec.galois import Bytes

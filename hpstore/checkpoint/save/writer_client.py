@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import TypeVar
@@ -18,26 +18,16 @@ from typing import TypeVar
 from hpstore import errors
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.items import Item
-from hpstore.checkpoint.format.pack import Key, Known, Segment
-from hpstore.checkpoint.ranks.collectives import Ranks
+from hpstore.checkpoint.format.pack import Key, Known
 from hpstore.checkpoint.save.arena import Arena
-from hpstore.checkpoint.save.job_options import Earlier, JobOptions
-from hpstore.checkpoint.save.save_handle import SaveReport
-from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.writer_process import (
     AboutToWrite,
-    BeginSave,
-    GiveUp,
     MapMemory,
-    PartWritten,
-    SaveBegun,
-    SaveCommitted,
     SaveFailed,
     WritePart,
     WriterStart,
 )
-from hpstore.codec.galois import Bytes
-from hpstore.errors import CheckpointError, ConfigError, HpstoreError
+from hpstore.errors import CheckpointError, HpstoreError
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -74,7 +64,11 @@ class WriterClient:
         self._mapped = -1  # growth of the arena that the writer has seen
         self._items: Sequence[Item] | None = None
         self.handed_over = False  # the writer has all of the save under way, and finishes it
+        self.name = ""  # of this writer, another one after a restart
+        self.parted = False  # it has lost a writer of another rank: it can save no more
+        self.answer_seconds: float | None = None  # for one; after it the writer is ended
         self.restarts_total = 0
+        self._joining = False  # it was told to find those of other ranks
         self.start()
 
     @property
@@ -105,6 +99,7 @@ class WriterClient:
                 ) from error
         self._connection = Connection(ours.detach())
         self._pid, self._mapped, self._items = os.getpid(), -1, None
+        self.name, self.parted, self._joining = secrets.token_hex(8), False, False
         end = weakref.finalize(self, _let_end, self._connection, self._process, self._pid)
         end.atexit = False  # the end of the process closes it
         self.tell(WriterStart(config=self._catalog.pool.config, prefix=self._catalog.prefix))
@@ -112,12 +107,19 @@ class WriterClient:
     def ready(self) -> None:
         """Start it again where it has ended, or is the writer of a process that forked this one."""
         if self._process is not None and self._pid == os.getpid():
-            if self._process.poll() is None:
+            if self._process.poll() is None and not self.parted:
                 return
+            self._kill()
             self.restarts_total += 1
             _log.warning("%s: a new one is started", self._end())
             self._connection.close()
         self.start()
+
+    def renew(self) -> None:
+        """Replace a writer that was told to find others before: it does so once in its life."""
+        self.parted = self.parted or self._joining
+        self.ready()
+        self._joining = True
 
     def _end(self) -> str:
         code = None if self._process is None else self._process.poll()
@@ -154,11 +156,18 @@ class WriterClient:
         writer has met, WriterGone."""
         while True:
             try:
+                if not self._connection.poll(self.answer_seconds):
+                    self._kill()
+                    raise WriterGone(
+                        f"the writer process {self.process_id} did not answer within "
+                        f"{self.answer_seconds:.0f} s and was ended; the next save starts another"
+                    )
                 message: object = self._connection.recv()
             except (EOFError, OSError) as error:
                 raise self._gone() from error
             if isinstance(message, SaveFailed):
                 self._catalog.unclear |= message.unclear
+                self.parted = self.parted or message.parted
                 failed = getattr(errors, message.kind, CheckpointError)
                 raise failed(message.text, device=message.device, key=message.key)
             if isinstance(message, kind):
@@ -226,152 +235,3 @@ def _told(progress: Callable[[int], None] | None, nbytes: int) -> Callable[[int]
             _log.warning("progress of a save is not shown any more", exc_info=True)
             return None
     return progress
-
-
-def writer_of(
-    catalog: StepCatalog, ranks: Ranks, arena: Arena, background: str
-) -> WriterClient | None:
-    """A writer process for these ranks, where saves are made by one. Raises ConfigError where it
-    cannot serve them."""
-    if background == "thread" or catalog.pool.read_only:
-        return None
-    if ranks.world > 1:
-        raise ConfigError(
-            f'background="process" serves a process that saves by itself, and this is one of '
-            f'{ranks.world} ranks that save together: use background="thread"'
-        )
-    return WriterClient(catalog, arena)
-
-
-class ProcessJob:
-    """A SaveJob that a writer process makes: begin(), write() for each slice, commit()."""
-
-    def __init__(
-        self,
-        writer: WriterClient,
-        steps: StepCatalog,
-        options: JobOptions,
-        earlier: Earlier,
-        *,
-        reuse: bool,
-    ) -> None:
-        self._writer, self._steps, self._options = writer, steps, options
-        self._earlier, self._reuse = earlier, reuse
-        self._error: BaseException | None = None
-        self._nonce = ""
-        self.begun = False
-        self.next_known: Mapping[Key, Known] = KnownByWriter()
-        self.replaced: set[str] = set()
-        self.differing: Sequence[str] = ()
-
-    @property
-    def noted(self) -> bool:
-        """Whether begin() has succeeded."""
-        return bool(self._nonce)
-
-    def begin(self, *, fence: bool) -> None:
-        """As SaveJob.begin()."""
-        self.begun, self._writer.handed_over = True, False
-        with self._writer.in_step():
-            try:
-                self._nonce = self._ask_to_begin(fence=fence)
-            except WriterGone:  # as it was idle, mostly: nothing of this save was written yet
-                try:
-                    self._nonce = self._ask_to_begin(fence=fence)
-                except WriterGone as error:
-                    raise self._placed(error) from error
-
-    def _ask_to_begin(self, *, fence: bool) -> str:
-        remembered = isinstance(self._earlier.known, KnownByWriter)
-        self._writer.ready()
-        self._writer.tell(
-            BeginSave(
-                options=replace(self._options, progress=None),
-                progress=self._options.progress is not None,
-                fence=fence,
-                reuse=self._reuse,
-                earlier=None if remembered else self._earlier,
-                earlier_step=self._earlier.step,
-            )
-        )
-        return self._writer.hear(SaveBegun).nonce
-
-    def write(self, memory: Bytes, items: Sequence[Item], *, part: int) -> Segment | None:
-        """As SaveJob.write(), of what begins the arena."""
-        if self._error is not None:
-            return None
-        last = part == self._options.slices - 1
-        try:
-            with self._writer.in_step():
-                if len(memory):
-                    self._writer.share_memory()
-                self._writer.tell_part(part, len(memory), items, last=last)
-                if not items:
-                    return None
-                return self._writer.hear(PartWritten, self._options.progress).segment
-        except HpstoreError as error:
-            self.fail(error)
-            return None
-
-    def fail(self, error: BaseException) -> None:
-        """Vote against the commit because of `error`."""
-        self._error = self._error or error
-
-    def commit(self) -> SaveReport:
-        """As SaveJob.commit()."""
-        if isinstance(self._error, WriterGone):
-            raise self._unknown(self._error)
-        if self._error is not None:
-            self._give_up(self._error)
-            if isinstance(self._error, HpstoreError):
-                raise self._placed(self._error) from self._error
-            raise self._error
-        try:
-            with self._writer.in_step():
-                if not self._writer.handed_over:  # a state without tensors
-                    self._writer.tell_part(0, 0, (), last=True)
-                done = self._writer.hear(SaveCommitted, self._options.progress)
-        except WriterGone as error:
-            raise self._unknown(error) from error
-        self.replaced, self.differing = done.replaced, done.differing
-        return done.report
-
-    def _give_up(self, why: BaseException) -> None:
-        """Let the writer remove what it has written."""
-        try:
-            with self._writer.in_step():
-                self._writer.tell(GiveUp(why=f"{type(why).__name__}: {why}"))
-                self._writer.hear(SaveCommitted)
-        except WriterGone:
-            self._steps.unclear.add(self._nonce)
-        except HpstoreError:  # what it says of giving up
-            return
-
-    def _unknown(self, error: WriterGone) -> HpstoreError:
-        """The writer has ended: what it wrote is judged by what is there."""
-        self._steps.unclear.add(self._nonce)
-        return self._placed(error, maybe_visible=self._writer.handed_over)
-
-    def _placed(self, error: HpstoreError, *, maybe_visible: bool = False) -> HpstoreError:
-        return self._steps.unsaved(error, self._options.step, maybe_visible=maybe_visible)
-
-    def close(self) -> None:
-        """After commit(): the writer has ended the attempt."""
-        self._writer.handed_over = False
-
-
-AnyJob = SaveJob | ProcessJob
-
-
-def job_of(
-    writer: WriterClient | None,
-    catalog: StepCatalog,
-    ranks: Ranks,
-    options: JobOptions,
-    earlier: Earlier,
-    reuse: bool,
-) -> AnyJob:
-    """A save, made by this process, or by the writer where there is one."""
-    if writer is None:
-        return SaveJob(catalog, ranks, options, earlier)
-    return ProcessJob(writer, catalog, options, earlier, reuse=reuse)

@@ -14,13 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hpstore.checkpoint.catalog.left_writers import WriterNotice
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.format.pack import Segment
 from hpstore.checkpoint.ranks.collectives import Ranks
+from hpstore.checkpoint.ranks.writer_ranks import StoreAddress, join_writers, open_store
 from hpstore.checkpoint.save.job_options import Earlier, JobOptions
 from hpstore.checkpoint.save.save_handle import SaveReport
 from hpstore.checkpoint.save.save_job import SaveJob
@@ -28,6 +31,9 @@ from hpstore.codec.galois import Bytes
 from hpstore.config import PoolConfig
 from hpstore.errors import CheckpointError, HpstoreError
 from hpstore.pool.pool import Pool
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
 
 _POLL_SECONDS = 1.0  # a fork of the trainer may hold its end of the socket open
 
@@ -41,6 +47,23 @@ class WriterStart:
 
     config: PoolConfig
     prefix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenStore:
+    """Of rank 0: let the writers of other ranks find this one."""
+
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRanks:
+    """Find the writers of the other ranks; saves are made together with them from then on."""
+
+    address: StoreAddress
+    rank: int
+    world: int
+    commit_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +106,18 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOpened:
+    """Where others find this process."""
+
+    address: StoreAddress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RanksJoined:
+    """All have found each other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SaveBegun:
     """The save is noted in the pool."""
 
@@ -115,16 +150,23 @@ class SaveCommitted:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFailed:
     """An error, by the name of its class in hpstore.errors. `unclear`: nonces of saves that may
-    yet be read."""
+    yet be read. `parted`: a writer of another rank is gone."""
 
     kind: str
     text: str
     device: str | None = None
     key: str | None = None
     unclear: frozenset[str] = frozenset()
+    parted: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, unclear: frozenset[str] = frozenset()) -> SaveFailed:
+    def of(
+        cls,
+        error: BaseException,
+        unclear: frozenset[str] = frozenset(),
+        *,
+        parted: bool = False,
+    ) -> SaveFailed:
         """What to send of it."""
         if isinstance(error, HpstoreError):
             return cls(
@@ -133,9 +175,10 @@ class SaveFailed:
                 device=error.device,
                 key=error.key,
                 unclear=unclear,
+                parted=parted,
             )
         text = f"{type(error).__name__}: {error}"
-        return cls(kind=CheckpointError.__name__, text=text, unclear=unclear)
+        return cls(kind=CheckpointError.__name__, text=text, unclear=unclear, parted=parted)
 
 
 class _Writer:
@@ -146,11 +189,13 @@ class _Writer:
         self._pool = Pool(start.config)
         self._catalog = StepCatalog(self._pool, start.prefix)
         self._ranks = Ranks(0.0, alone=True)
+        self._store: TCPStore | None = None
         self._memory: Bytes = np.empty(0, np.uint8)
         self._items: Sequence[Item] = ()
         self._remembered = Earlier()
         self._job: SaveJob | None = None
         self._reuse = True
+        self._notice = WriterNotice(self._pool, start.prefix, trainer)
 
     def run(self) -> None:
         """Until the trainer ends."""
@@ -158,6 +203,8 @@ class _Writer:
             while (message := self._next()) is not None:
                 if isinstance(message, BeginSave):
                     self._begin(message)
+                elif isinstance(message, OpenStore | JoinRanks):
+                    self._join(message)
                 elif isinstance(message, MapMemory):
                     self._map(message)
                 elif isinstance(message, WritePart):
@@ -166,6 +213,7 @@ class _Writer:
                     self._give_up(message.why)
             self._give_up("the trainer has ended before all of the state was handed over")
         finally:
+            self._notice.remove()
             self._pool.close()
 
     def _next(self) -> object:
@@ -183,6 +231,19 @@ class _Writer:
         with contextlib.suppress(OSError):  # the trainer is gone: the save goes on
             self._connection.send(message)
 
+    def _join(self, order: OpenStore | JoinRanks) -> None:
+        try:
+            if isinstance(order, OpenStore):
+                self._store = open_store(order.timeout_seconds)
+                self._say(StoreOpened(address=StoreAddress.of_this_host(self._store.port)))
+                return
+            self._ranks = join_writers(
+                self._store, order.address, order.rank, order.world, order.commit_seconds
+            )
+            self._say(RanksJoined())
+        except BaseException as error:  # noqa: BLE001 (raised by the trainer)
+            self._say(SaveFailed.of(error, parted=True))
+
     def _begin(self, order: BeginSave) -> None:
         earlier = order.earlier
         if earlier is None:
@@ -191,11 +252,12 @@ class _Writer:
         self._remembered, self._reuse = Earlier(), order.reuse
         options = replace(order.options, progress=self._tell if order.progress else None)
         job = SaveJob(self._catalog, self._ranks, options, earlier)
+        self._notice.saves(options.step, replaces=options.overwrite)
         try:
             job.begin(fence=order.fence)
         except BaseException as error:  # noqa: BLE001 (raised by the trainer)
             job.close()
-            self._say(SaveFailed.of(error))
+            self._say(SaveFailed.of(error, parted=self._ranks.lost))
             return
         self._job = job
         self._say(SaveBegun(nonce=job.nonce))
@@ -230,7 +292,8 @@ class _Writer:
             report = job.commit()
         except BaseException as error:  # noqa: BLE001 (raised by the trainer)
             job.close()
-            self._say(SaveFailed.of(error, frozenset(self._catalog.unclear)))
+            unclear = frozenset(self._catalog.unclear)
+            self._say(SaveFailed.of(error, unclear, parted=self._ranks.lost))
             return
         job.close()
         if self._reuse:
