@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from torch.optim import LBFGS
+
 from hpstore.checkpoint.state.fill_objects import require_shape
 from hpstore.checkpoint.state.scalars import TAG
 from hpstore.checkpoint.state.state_tree import is_plain, join
@@ -64,7 +66,15 @@ def unfollowed(
         left_alone = model in models and name in filled.places and name not in loaded
         if name in skipped or left_alone or differs:
             found[key] = "its parameter was not loaded"
-    return found
+    return found | _of_one_history(found, filled)
+
+
+def _of_one_history(found: Moments, filled: Destinations) -> Moments:
+    """What LBFGS keeps is one flat vector over all its parameters, under the first: without one of
+    them it belongs to none, and the next step would fail or mix them up."""
+    paths = {path for path, _ in found if isinstance(filled.optimizers.get(path), LBFGS)}
+    why = "LBFGS has one history of all its parameters, of which some were not loaded"
+    return {key: why for key in filled.parameters if key[0] in paths and key not in found}
 
 
 def untransformed(
