@@ -16,7 +16,15 @@ from torch.utils.data import ConcatDataset, SequentialSampler, Subset, TensorDat
 
 import hpstore
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture, Packing
+from hpstore.loaders import (
+    DataLoader,
+    Dataset,
+    DatasetWriter,
+    Field,
+    LoaderMemory,
+    Mixture,
+    Packing,
+)
 from hpstore.loaders.batching.dataset_orders import source_order
 
 FIELDS = {
@@ -408,6 +416,34 @@ def test_no_token_is_lost_on_any_ranks(sets: list[Written], shuffle: Any, cache:
     assert (masks == own).all()
     ids = torch.cat([batch["document_ids"] for batch in steps])
     assert ((ids == -1) == (got == 0)).all()
+
+
+def test_windows_hold_batches_of_many_short_documents(sets: list[Written]) -> None:
+    """Thousands of documents of one token beside long ones, small windows, nothing in memory: a
+    batch that has far more documents than most waits for no page that has no room."""
+    pool = sets[0].data.pool
+    fields = {"tokens": Field("uint16", (None,)), "blob": Field("uint8", (500,))}
+    blob = np.zeros(500, np.uint8)
+    with DatasetWriter(pool, "short", fields, unit_bytes="16KiB") as writer:
+        for n in range(9000):
+            writer.write({"tokens": np.full(1, 1 + n % 999, np.uint16), "blob": blob})
+        for _ in range(700):
+            writer.write({"tokens": np.full(400, 5, np.uint16), "blob": blob})
+    data = Dataset(pool, "short")
+    loader = DataLoader(
+        data,
+        64,
+        shuffle="window",
+        cache=0,
+        memory=LoaderMemory(window_bytes="64KiB"),
+        timeout=30,
+        packing=Packing(field="tokens", length=128),
+    )
+    total = sum(int((batch["document_ids"] >= 0).sum()) for batch in loader)
+    mode = loader.stats()["mode"]
+    loader.close()
+    assert mode == "window"
+    assert total == 9000 + 280_000
 
 
 def test_sequences_of_a_mixture_have_exact_shares_of_tokens(sets: list[Written]) -> None:

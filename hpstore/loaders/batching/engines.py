@@ -70,7 +70,8 @@ def make_engine(
     }
     if packing is not None:
         packed: Any = order  # packed_order() has made it
-        options |= {"pin": None, "batch_rows": documents_of(packed, batch_rows * packing.length)}
+        rows = documents_of(packed, batch_rows * packing.length)
+        options |= {"pin": None, "batch_rows": rows}
         inner = (
             MixedEngine(data, None, **options)
             if isinstance(data, Mixture)
@@ -78,7 +79,9 @@ def make_engine(
         )
         bases = data.bases if isinstance(data, Mixture) else [0]
         field = data.source_field if isinstance(data, Mixture) else None
-        return PackedEngine(inner, packed, packing, packing.fields(native.fields), bases, field)
+        return PackedEngine(
+            inner, packed, packing, packing.fields(native.fields), bases, field, rows
+        )
     if isinstance(data, Mixture):
         return MixedEngine(data, order, **options)
     return Engine(data, order, **options, direct=direct)

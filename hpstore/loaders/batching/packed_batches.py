@@ -66,8 +66,11 @@ class PackedSession:
         bases: Sequence[int],
         source_field: str | None,
         long: LongDocuments,
+        most_awaited: int = 0,
     ) -> None:
+        """`most_awaited`: documents of a batch whose pages there is surely room for."""
         self._inner, self._packing, self._bases, self._long = inner, packing, bases, long
+        self._most_awaited = most_awaited
         self.order, self.counts, self._source_field = order, inner.counts, source_field
         self._own = dict(fields)
         self.fields = dict(fields)
@@ -159,7 +162,9 @@ class PackedSession:
         self, documents: Indices, start: int, epoch: int, piece: BatchPiece | None
     ) -> Batch:
         if piece is not None and isinstance(self._inner, Session):
-            return self._inner.part(piece, epoch, start, documents, len(documents))
+            # a batch of many short ones may lie in more pages than are kept: those are read singly
+            ahead = min(len(documents), self._most_awaited)
+            return self._inner.part(piece, epoch, start, documents, ahead)
         return self._inner.batch(documents)
 
     def _fill(
@@ -219,7 +224,9 @@ class PackedEngine(Closing):
         fields: Mapping[str, Field],
         bases: Sequence[int],
         source_field: str | None,
+        most_awaited: int,
     ) -> None:
+        self._most_awaited = most_awaited
         self._inner, self.order, self._packing = inner, order, packing
         self._fields, self._bases, self._source_field = fields, bases, source_field
         self._long = LongDocuments()
@@ -246,6 +253,7 @@ class PackedEngine(Closing):
             self._bases,
             self._source_field,
             self._long,
+            self._most_awaited,
         )
 
     def stats(self) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def token_lengths(parts: Sequence[Dataset], packing: Packing) -> Lengths:
 
 
 def documents_of(order: SequenceOrder, tokens: int) -> int:
-    """About how many documents so many tokens are."""
+    """Twice as many documents as so many tokens are in the mean."""
     documents = sum(source.documents.length for source in order.sources)
     total = sum(source.tokens for source in order.sources)
-    return max(1, tokens * documents // max(1, total)) + 1
+    return 2 * tokens * documents // max(1, total) + 2
