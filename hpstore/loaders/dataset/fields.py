@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cmath
 import difflib
 import math
 import re
@@ -19,6 +18,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.json_values import decode_value, encode_value
 from hpstore.loaders.dataset.media_types import may_be, media_type_of
+from hpstore.loaders.dataset.python_numbers import python_number, python_numbers
 
 SCALAR_BYTES = 64  # a fixed value up to this size stands in a column of its own, not in records
 MAX_VALUE_BYTES = (1 << 32) - 1  # of one ragged value: its length is stored as u32
@@ -344,9 +344,9 @@ def as_array(field: Field, value: object) -> Array:
         if array.dtype.name == BFLOAT16 and field.dtype == BFLOAT16:
             array = array.view(np.uint16)  # another package's dtype of the same bits
     elif isinstance(value, bool | int | float | complex) and field.shape == ():
-        return _number(field, value)
+        return python_number(field.dtype, field.storage, value)
     elif isinstance(value, list) and field.shape:
-        return _list_of_numbers(field, value)
+        return python_numbers(field.dtype, field.storage, field.inner_shape, value)
     else:
         raise ConfigError(
             f"is a {type(value).__name__}; give a numpy array or a tensor of {field.dtype}"
@@ -354,51 +354,6 @@ def as_array(field: Field, value: object) -> Array:
     if array.dtype != field.storage and array.dtype.newbyteorder("<") != field.storage:
         raise ConfigError(f"has dtype {array.dtype.name}, the field has {field.dtype}")
     return array
-
-
-def _list_of_numbers(field: Field, value: list[Any]) -> Array:
-    """Python numbers as the field's dtype, in lists of its shape. Raises ConfigError."""
-    try:
-        found = np.array(value) if value else np.empty((0, *field.inner_shape), field.storage)
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"is a list that is no array: {error}") from error
-    order = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
-    wanted = 2 if field.dtype == BFLOAT16 else order[field.storage.kind]
-    level = order.get(found.dtype.kind, 9) if value else wanted
-    if level > wanted or (level == 0) != (wanted == 0):
-        raise ConfigError(f"is a list of {found.dtype.name}, the field has {field.dtype}")
-    if field.dtype == BFLOAT16:
-        made: Array = torch.tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
-        return made
-    with np.errstate(over="ignore", invalid="ignore"):
-        made = found.astype(field.storage)
-    if wanted == 1 and not np.array_equal(made, found):
-        raise ConfigError(f"has numbers that do not fit {field.dtype}")
-    if np.isfinite(made).sum() != np.isfinite(found).sum():
-        raise ConfigError(f"has numbers that are infinite as {field.dtype}")
-    return made
-
-
-def _number(field: Field, value: complex) -> Array:
-    """A Python number as the field's dtype. Raises ConfigError when it does not fit."""
-    order = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}
-    level = next(n for n, kind in enumerate((bool, int, float, complex)) if isinstance(value, kind))
-    wanted = 2 if field.dtype == BFLOAT16 else order[field.storage.kind]
-    if level > wanted or (level == 0) != (wanted == 0):
-        raise ConfigError(f"is {value!r}, the field has {field.dtype}")
-    try:
-        if field.dtype == BFLOAT16:
-            made = torch.tensor(value, dtype=torch.bfloat16)
-            stored, finite = made.view(torch.uint16).numpy(), bool(made.isfinite())
-        else:
-            with np.errstate(over="ignore"):  # said below
-                stored = np.array(value, field.storage)
-            finite = bool(np.isfinite(stored))
-    except (OverflowError, RuntimeError) as error:
-        raise ConfigError(f"is {value!r}, which does not fit {field.dtype}") from error
-    if not finite and cmath.isfinite(value):
-        raise ConfigError(f"is {value!r}, which is infinite as {field.dtype}")
-    return stored
 
 
 def fixed_rows(name: str, field: Field, values: object, where: str) -> Array:

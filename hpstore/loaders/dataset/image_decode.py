@@ -1,4 +1,5 @@
-"""Encoded images to tensors of uint8, by simplejpeg or Pillow. The bytes may be anybody's."""
+"""Encoded images to tensors of uint8, by simplejpeg or Pillow. An attacker may have
+written the bytes."""
 
 from __future__ import annotations
 

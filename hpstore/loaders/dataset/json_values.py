@@ -37,7 +37,7 @@ def encode_value(form: str, value: object) -> bytes:
 
 
 def decode_value(form: str, data: bytes) -> Any:
-    """Inverse of encode_value. Raises ValueError: the bytes may be anybody's."""
+    """Inverse of encode_value. Raises ValueError: an attacker may have written the bytes."""
     try:
         value = json.loads(data.decode(), parse_constant=_no_constant)
     except RecursionError:

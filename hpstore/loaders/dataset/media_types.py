@@ -17,7 +17,7 @@ _HEADS = (
     (b"\x00\x00\x01\xb3", "video/mpeg"),
     (b"\x00\x00\x01\xba", "video/mpeg"),
 )
-# names of one container: the head does not tell what is in it
+# names of one container, whatever is in it
 _SAME = (
     {"application/ogg", "audio/ogg", "video/ogg", "audio/opus"},
     {"application/matroska", "video/webm", "audio/webm", "video/matroska", "video/x-matroska"}
@@ -34,7 +34,7 @@ _SAME = (
 
 
 def media_type_of(data: bytes) -> str:
-    """The media type that the first bytes tell; "" where they tell none that is known here."""
+    """The media type by the first bytes; "" where they are of none that is known here."""
     head = bytes(data[:_HEAD_BYTES])
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12], "")
@@ -44,7 +44,7 @@ def media_type_of(data: bytes) -> str:
 
 
 def may_be(data: bytes, media_type: str) -> bool:
-    """Whether bytes may be of this type: they do not tell that they are of another one."""
+    """Whether bytes may be of this type: they do not begin as another one does."""
     found = media_type_of(data)
     if not found or found == media_type:
         return True

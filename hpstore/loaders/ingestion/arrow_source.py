@@ -129,16 +129,16 @@ class ArrowTables(BlockwiseSource):
     def _column(self, name: str) -> tuple[Field, Convert]:
         """The field of a column, and how its values are made."""
         made, convert = arrow_field(self._arrow, self._schema.field(name))
-        told = self._types.get(name)
-        if told is not None and told.dtype != "str" and self._is_categorical(name):
-            made, convert = told, class_numbers(self._arrow, self._classes_of(name), told)
-        if told is None and name not in self._nulls:
+        given = self._types.get(name)
+        if given is not None and given.dtype != "str" and self._is_categorical(name):
+            made, convert = given, class_numbers(self._arrow, self._classes_of(name), given)
+        if given is None and name not in self._nulls:
             self._nulls[name] = (
                 self._partitions.has_null(name)
                 if name in self._partitions.schema.names
                 else any(self._has_null(block, name) for block in self._blocks)
             )
-        if told.optional if told is not None else self._nulls[name]:
+        if given.optional if given is not None else self._nulls[name]:
             return replace(made, optional=True), with_none(convert)
         return made, convert
 
@@ -146,7 +146,7 @@ class ArrowTables(BlockwiseSource):
         return is_categorical(self._arrow, self._schema.field(name).type)
 
     def _classes_of(self, name: str) -> list[str]:
-        """The texts of a dictionary, read once; of blocks that cannot be read, reading tells."""
+        """The texts of a dictionary, read once; blocks that cannot be read are left out."""
         if name not in self._classes:
             columns = (
                 batch.column(0)
@@ -174,7 +174,7 @@ class ArrowTables(BlockwiseSource):
         return {CLASSES: found} if found else {}
 
     def _has_null(self, block: _Block, name: str) -> bool:
-        """Whether a column has a null in a block; of one that cannot be read, reading tells."""
+        """Whether a column has a null in a block; none in one that cannot be read."""
         if block.problem:
             return False
         try:
@@ -309,7 +309,7 @@ def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
 
 
 def _null_by_statistics(arrow: Any, block: _Block, name: str) -> bool | None:
-    """Whether the statistics of a row group count nulls; None: only reading tells."""
+    """Whether the statistics of a row group count nulls; None: it must be read."""
     if not _is_parquet(block.file):
         return None
     with arrow.parquet.ParquetFile(block.file) as opened:

@@ -1,0 +1,61 @@
+"""Python's numbers as arrays of a field's dtype; what would change is refused. Pure."""
+
+from __future__ import annotations
+
+import cmath
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hpstore.errors import ConfigError
+
+# Any: arrays of every dtype pass through here
+Array = npt.NDArray[Any]
+_LEVELS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # kinds of dtypes: each holds those below it
+
+
+def python_numbers(
+    dtype: str, storage: np.dtype[Any], inner_shape: tuple[int, ...], value: list[Any]
+) -> Array:
+    """Numbers in lists as an array of a field's dtype. Raises ConfigError."""
+    try:
+        found = np.array(value) if value else np.empty((0, *inner_shape), storage)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"is a list that is no array: {error}") from error
+    wanted = 2 if dtype == "bfloat16" else _LEVELS[storage.kind]
+    level = _LEVELS.get(found.dtype.kind, 9) if value else wanted
+    if level > wanted or (level == 0) != (wanted == 0):
+        raise ConfigError(f"is a list of {found.dtype.name}, the field has {dtype}")
+    if dtype == "bfloat16":
+        made: Array = torch.tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
+        return made
+    with np.errstate(over="ignore", invalid="ignore"):
+        made = found.astype(storage)
+    if wanted == 1 and not np.array_equal(made, found):
+        raise ConfigError(f"has numbers that do not fit {dtype}")
+    if np.isfinite(made).sum() != np.isfinite(found).sum():
+        raise ConfigError(f"has numbers that are infinite as {dtype}")
+    return made
+
+
+def python_number(dtype: str, storage: np.dtype[Any], value: complex) -> Array:
+    """A number as a field's dtype. Raises ConfigError when it does not fit."""
+    level = next(n for n, kind in enumerate((bool, int, float, complex)) if isinstance(value, kind))
+    wanted = 2 if dtype == "bfloat16" else _LEVELS[storage.kind]
+    if level > wanted or (level == 0) != (wanted == 0):
+        raise ConfigError(f"is {value!r}, the field has {dtype}")
+    try:
+        if dtype == "bfloat16":
+            made = torch.tensor(value, dtype=torch.bfloat16)
+            stored, finite = made.view(torch.uint16).numpy(), bool(made.isfinite())
+        else:
+            with np.errstate(over="ignore"):  # said below
+                stored = np.array(value, storage)
+            finite = bool(np.isfinite(stored))
+    except (OverflowError, RuntimeError) as error:
+        raise ConfigError(f"is {value!r}, which does not fit {dtype}") from error
+    if not finite and cmath.isfinite(value):
+        raise ConfigError(f"is {value!r}, which is infinite as {dtype}")
+    return stored
