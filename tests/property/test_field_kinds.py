@@ -396,10 +396,11 @@ def test_a_value_of_another_kind_is_named(field: Field, value: Any, says: str) -
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"NaN", b"[1e", b"[" * 5000, b'["a", 1]'])
 def test_hostile_text_is_named_by_its_sample(text: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written past the check of a writer: the error has the number, skip leaves it out."""
-    real = encode_value
-    monkeypatch.setattr(
-        fields_module, "encode_value", lambda form, v: text if v == ["bad"] else real(form, v)
-    )
+
+    def written(form: str, value: object) -> bytes:
+        return text if value == ["bad"] else encode_value(form, value)
+
+    monkeypatch.setattr(fields_module, "encode_value", written)
     with pools() as pool:
         with DatasetWriter(pool, "d", {"t": Field("str", (None,)), "n": Field("int64")}) as writer:
             for n, value in enumerate((["a"], ["bad"], ["b"])):
