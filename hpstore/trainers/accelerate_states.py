@@ -15,7 +15,7 @@ from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
 from hpstore.loaders import DataLoader
 from hpstore.runtime.closing import Closing
 from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
-from hpstore.trainers.job_kinds import JobKind, job_kind
+from hpstore.trainers.job_kinds import Parallelism, job_kind
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rank_messages import agreed, of_bytes, to_bytes
@@ -61,7 +61,7 @@ class PoolAccelerate(Closing):
         commit_seconds: float = 1800.0,
     ) -> None:
         kind = job_kind(accelerator.distributed_type, accelerator.state.__dict__.get("fsdp_plugin"))
-        self._sharded = kind is JobKind.SHARDED
+        self._sharded = kind is Parallelism.SHARDED
         if keep_last is None:
             keep_last = accelerator.project_configuration.total_limit
         self.accelerator = accelerator

@@ -25,7 +25,7 @@ from hpstore.errors import (
 )
 from hpstore.runtime.closing import Closing
 from hpstore.trainers.checkpoint_paths import PathLike
-from hpstore.trainers.job_kinds import JobKind, job_kind, kind_of_this_job, require_kind
+from hpstore.trainers.job_kinds import Parallelism, job_kind, kind_of_this_job, require_kind
 from hpstore.trainers.named_checkpoints import refuse_states
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rank_messages import agreed
@@ -126,10 +126,10 @@ class PoolTrainerCallback(TrainerCallback, Closing):
     def _require_kind(self, args: Any, model: Any) -> None:
         if getattr(args, "deepspeed", None):
             job_kind("DEEPSPEED", None)
-        kind = kind_of_this_job() or JobKind.REPLICATED
+        kind = kind_of_this_job() or Parallelism.REPLICATED
         if model is not None:
             require_kind(model, kind)
-        if getattr(args, "fsdp", None) and kind is JobKind.REPLICATED:
+        if getattr(args, "fsdp", None) and kind is Parallelism.REPLICATED:
             _log.warning(
                 "TrainingArguments ask for FSDP, but accelerate trains with %s, as always on the "
                 "CPU: saved is what it trains",
@@ -187,7 +187,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         moments, which go from the pool into each rank's shards when train() begins.
         """
         self.checkpoints.wait()
-        sharded = agreed(self._ranks, kind_of_this_job) is JobKind.SHARDED
+        sharded = agreed(self._ranks, kind_of_this_job) is Parallelism.SHARDED
         loaded: dict[str, Any] | None = None
         if step is None:
             step, loaded = (self._newest_verified(), None) if sharded else self._newest()
@@ -255,8 +255,9 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             world=self._ranks.world,
             saved_by=saved.manifest.world,
         )
-        self._loading = ShardLoading(self._folder, _refuse_shards, wanted=())
-        self._loading.open()
+        if self._ranks.world > 1 and ShardLoading.known():
+            self._loading = ShardLoading(self._folder, _refuse_shards, wanted=())
+            self._loading.open()
         return self._folder
 
     def _written_for_shards(self, step: int, parent: PathLike) -> str:

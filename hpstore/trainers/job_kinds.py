@@ -29,41 +29,41 @@ _INSTEAD = {
 }
 
 
-class JobKind(Enum):
+class Parallelism(Enum):
     """What holds the weights: each rank all of them, or its shards."""
 
     REPLICATED = "one process or DDP"
     SHARDED = "FSDP2"
 
 
-def job_kind(distributed_type: object, fsdp_plugin: Any) -> JobKind:
+def job_kind(distributed_type: object, fsdp_plugin: Any) -> Parallelism:
     """The kind that accelerate's words mean. Raises CheckpointError with the line to change."""
     name = str(getattr(distributed_type, "value", distributed_type))
     if name == "FSDP":
         if getattr(fsdp_plugin, "fsdp_version", 1) == 2:
-            return JobKind.SHARDED
+            return Parallelism.SHARDED
         raise CheckpointError(
             f"this job trains with FSDP1, whose shards are not saved. {_SAVED}: write "
             'fsdp_config={"version": 2} (TrainingArguments), fsdp_version=2 '
             "(FullyShardedDataParallelPlugin) or fsdp_version: 2 (accelerate config)"
         )
     if name == "NO" or name.startswith("MULTI_"):
-        return JobKind.REPLICATED
+        return Parallelism.REPLICATED
     instead = _INSTEAD.get(name, "save from the modules themselves, by a Checkpointer")
     raise CheckpointError(f"this job trains with {name}. {_SAVED}: {instead}")
 
 
-def kind_of_this_job() -> JobKind | None:
+def kind_of_this_job() -> Parallelism | None:
     """Of the Accelerator of this process; None while it is not made. Raises as job_kind()."""
     known = AcceleratorState._shared_state
     kind = known.get("distributed_type")
     return None if kind is None else job_kind(kind, known.get("fsdp_plugin"))
 
 
-def require_kind(model: torch.nn.Module, kind: JobKind) -> None:
+def require_kind(model: torch.nn.Module, kind: Parallelism) -> None:
     """Raise CheckpointError where a model is sharded by others than accelerate: its Trainer would
     put whole weights into shards at a resume."""
-    if kind is JobKind.SHARDED:
+    if kind is Parallelism.SHARDED:
         return
     name = next((n for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
     if name is not None:

@@ -89,8 +89,7 @@ def save_pretrained(
             _put_files(place, folder)
             return
         limit = parse_bytes(max_shard_bytes)
-        if not adapter:
-            options["max_shard_size"] = limit
+        options |= {} if adapter else {"max_shard_size": limit}
         leads = bool(options.get("is_main_process", True))
         if leads:
             _make_room(place)

@@ -44,9 +44,14 @@ class ShardLoading:
         self._left = set(wanted)
         self._active = False
 
+    @staticmethod
+    def known() -> bool:
+        """Whether transformers loads shards by the functions that are replaced here."""
+        return all(callable(getattr(trainer_module, name, None)) for name in _LOADERS)
+
     def open(self) -> None:
         """Take the functions' places. Raises CheckpointError where transformers has them not."""
-        if not all(callable(getattr(trainer_module, name, None)) for name in _LOADERS):
+        if not self.known():
             raise CheckpointError(
                 f"transformers {transformers.__version__} is not one whose loading of FSDP shards "
                 f"this hpstore knows ({', '.join(_LOADERS)} in transformers.trainer). Nothing was "

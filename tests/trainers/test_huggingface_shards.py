@@ -280,7 +280,7 @@ def test_other_kinds_of_jobs_are_refused_with_the_line_to_change() -> None:
     """accelerate makes none of them on the CPU."""
     from types import SimpleNamespace
 
-    from hpstore.trainers.job_kinds import JobKind, job_kind
+    from hpstore.trainers.job_kinds import Parallelism, job_kind
 
     for name, line in (
         ("FSDP", "fsdp_version=2"),
@@ -290,5 +290,5 @@ def test_other_kinds_of_jobs_are_refused_with_the_line_to_change() -> None:
     ):
         with pytest.raises(CheckpointError, match=line):
             job_kind(name, SimpleNamespace(fsdp_version=1))
-    assert job_kind("FSDP", SimpleNamespace(fsdp_version=2)) is JobKind.SHARDED
-    assert job_kind("MULTI_GPU", None) is job_kind("NO", None) is JobKind.REPLICATED
+    assert job_kind("FSDP", SimpleNamespace(fsdp_version=2)) is Parallelism.SHARDED
+    assert job_kind("MULTI_GPU", None) is job_kind("NO", None) is Parallelism.REPLICATED

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import hpstore
+from hpstore.errors import CheckpointError, ConfigError
 from hpstore.loaders import DataLoader, Dataset
 from tests.integration.loader_cases import PLAIN, flat, labels, write
 from tests.integration.ranks import launch, make_pool, open_pool
@@ -147,3 +148,73 @@ def test_two_ranks_gather_every_sample_once(directory: Path) -> None:
     """Sharded by us alone; padded rows are dropped by gather_for_metrics, and no others where a
     rest that does not divide was left out; states at two ranks."""
     launch(directory, 2, two_ranks)
+
+
+def accumulated(pool: Any, steps: int, folder: Path, load: bool) -> tuple[list[int], list[Any]]:
+    """Labels of the rows and weights at each step of an accumulation over three micro-batches,
+    saved after step 2 or resumed from there."""
+    made = accelerator(gradient_accumulation_steps=3)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    loader = PoolLoader(made, DataLoader(Dataset(pool, "a"), **OPTIONS))
+    seen: list[int] = []
+    weights: list[Any] = []
+    done = 2 if load else 0
+    with PoolAccelerate(made, pool, "runs/accumulated") as states:
+        if load:
+            made.load_state(states.latest())
+        while done < steps:
+            for batch in loader:
+                seen += batch["label"].tolist()
+                with made.accumulate(model):
+                    made.backward(model(batch["label"][:, None].float()).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not made.sync_gradients:
+                    with pytest.raises(CheckpointError, match=r"if accelerator\.sync_gradients:"):
+                        made.save_state("half")
+                    continue
+                done += 1
+                weights.append(model.weight.detach().clone())
+                if done == 2 and not load:
+                    made.save_state(str(folder / "two"))
+                if done == steps:
+                    break
+    loader.close()
+    return seen, weights
+
+
+def test_a_position_counts_micro_batches(directory: Path) -> None:
+    """Resumed between two steps of an accumulation, the same rows and weights follow, over the end
+    of the epoch; a save in the middle of one, whose gradients would be lost, is refused."""
+    with open_pool(directory) as pool:
+        seen, weights = accumulated(pool, 7, directory, load=False)
+        again, found = accumulated(pool, 7, directory, load=True)
+        assert again == seen[2 * 3 * 4 :]
+        assert all(torch.equal(a, b) for a, b in zip(found, weights[2:], strict=True))
+
+
+def splitting(rank: int, world: int, directory: Path) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29512",
+    )
+    from accelerate.utils import DataLoaderConfiguration
+
+    with open_pool(directory) as pool:
+        made = accelerate.Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True)
+        )
+        loader = DataLoader(Dataset(pool, "a"), **OPTIONS)
+        with pytest.raises(ConfigError, match=r"split_batches=True.*<rows of all> // 2"):
+            PoolLoader(made, loader)
+        loader.close()
+
+
+def test_split_batches_are_refused_on_several_ranks(directory: Path) -> None:
+    """batch_size would mean something else to each of the two."""
+    launch(directory, 2, splitting)
