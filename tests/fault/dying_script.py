@@ -1,6 +1,7 @@
 """python dying_script.py NUMBER SCRIPT ...: the script, killed at its save of that number.
 
 Rank 1 of a job dies, or its only process: when all of its bytes are staged, before the commit.
+Of accelerate's FSDP2 scripts, which train DDP on the CPU, the shards are forced upon it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hpstore.checkpoint.save.save_job import SaveJob
+from tests.trainers.cpu_shards import shard_on_the_cpu
 
 
 def arm(number: int) -> None:
@@ -33,4 +35,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(script).parent)
     if number and os.environ.get("RANK", "1") == "1":
         arm(number)
+    if Path(script).name.startswith("fsdp2_"):
+        shard_on_the_cpu()
     runpy.run_path(script, run_name="__main__")

@@ -20,10 +20,13 @@ SCRIPTS = ROOT / "examples" / "trainers"
 NEEDS = {
     "ddp": [],
     "fsdp2": [],
+    "fsdp2_trainer": ["transformers", "accelerate"],
+    "fsdp2_accelerate": ["transformers", "accelerate"],
     "lightning_loop": ["lightning"],
     "fabric_loop": ["lightning"],
     "accelerate_loop": ["accelerate"],
     "huggingface_loop": ["transformers", "accelerate"],
+    "peft_loop": ["transformers", "accelerate", "peft"],
     "ignite_loop": ["ignite"],
 }
 """By script: the packages that it needs. The pipeline is examples/pipeline.py, with a test of its
@@ -34,7 +37,7 @@ CASES = [
     for ranks in (1, 2)
     if (ranks == 2) == name.startswith(("ddp", "fsdp"))
 ]
-CASES.append(("huggingface_loop", 2))
+CASES += [("huggingface_loop", 2), ("peft_loop", 2)]
 QUICK = "fabric_loop"  # the one that every run of the tests has; the others take minutes
 
 
