@@ -33,6 +33,7 @@ from hpstore.runtime.local_messages import Lost, Message, as_bytes, receive, sen
 _log = logging.getLogger(__name__)
 Int64s = npt.NDArray[np.int64]
 START_SECONDS = 15.0  # for a keeper to start, on a node where all ranks do
+_MOST_REASON = 300
 _LOOK_SECONDS, _LAUNCH_SECONDS = 0.05, 10.0
 _CODE = (  # the child of a child: init is its parent, and no process waits for it
     "import os, sys; os.fork() and os._exit(0); sys.path[:] = {path!r}; "
@@ -147,7 +148,8 @@ class KeeperSession(Closing):
         try:
             answer = self._ask(facts)
             if "refused" in answer.facts:
-                self.reason = str(answer.facts["refused"])
+                self.reason = str(answer.facts["refused"])[:_MOST_REASON]
+                _log.warning("pages are kept in this process's own memory: %s", self.reason)
                 return None
             number = answer.count("segment")
         except Lost:
@@ -218,9 +220,14 @@ class KeeperSession(Closing):
         if self._end is not None:
             self._end()
 
+    def hurry(self) -> None:
+        """Do not wait any longer for a keeper to start. Idempotent."""
+        if not self._closed.is_set():
+            self._closed.set()
+
     def close(self) -> None:
         """Leave. What is mapped stays. Idempotent."""
-        self._closed.set()
+        self.hurry()
         if not self.over:
             self.reason = "the loader was closed"
         self.over = True

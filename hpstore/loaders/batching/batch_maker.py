@@ -323,6 +323,8 @@ class Engine(Closing):
         """Stop filling, without waiting. Idempotent."""
         if self.pid != os.getpid():
             return
+        if self._node is not None:
+            self._node.session.hurry()
         if self._filler is not None:
             self._filler.stop()
         if self.direct is not None:
@@ -337,6 +339,8 @@ class Engine(Closing):
             self.cached.close()
         if self.pid != os.getpid():
             return
+        if self._node is not None:
+            self._node.session.hurry()
         for filler in list(self._fillers):
             filler.close()
         for thread in list(self._filling):

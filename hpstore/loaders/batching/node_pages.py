@@ -59,16 +59,27 @@ class NodePages(Closing):
             if stream.number in self._uses:
                 return self._uses[stream.number]
             if not (self.session.start() if start else self.session.connect()):
+                if start:
+                    self._note(stream, None)
                 return None
-            found = self._uses[stream.number] = self.session.attach(
-                self._key(stream),
-                name=self._data.name,
-                pool=self._data.pool.config.name,
-                shape=shape_of(self._data, stream),
-                bound_bytes=self.bound_bytes(),
-                keep_seconds=self._keep,
-            )
-        return found
+            return self._note(stream, self._attached(stream))
+
+    def _note(self, stream: Stream, use: SegmentUse | None) -> SegmentUse | None:
+        """What it is for good."""
+        if use is None:
+            self._data.pool.metrics.count("node_memory_unused_total")
+        self._uses[stream.number] = use
+        return use
+
+    def _attached(self, stream: Stream) -> SegmentUse | None:
+        return self.session.attach(
+            self._key(stream),
+            name=self._data.name,
+            pool=self._data.pool.config.name,
+            shape=shape_of(self._data, stream),
+            bound_bytes=self.bound_bytes(),
+            keep_seconds=self._keep,
+        )
 
     def use_all(self, streams: Iterable[Stream]) -> bool:
         """Whether there is a segment for each of them; waits for a keeper to start."""
