@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 Format = Annotated[
     str | None, typer.Option("--format", help="safetensors, torch or dcp (default: by the name)")
 ]
+Layout = Annotated[
+    str | None, typer.Option("--layout", help="torchtitan: names and optimizer as it has them")
+]
 _SHOWN = 8
 
 
@@ -32,6 +35,7 @@ def export(
     step: StepName,
     target: Annotated[str, typer.Argument(help="the file, or folder/, to make")],
     kind: Format = None,
+    layout: Layout = None,
     keys: Keys = None,
     strip: Annotated[
         str | None, typer.Option("--strip", help="take this path off the names, such as model/")
@@ -67,6 +71,7 @@ def export(
             resolved(steps, step),
             target,
             format=kind,
+            layout=layout,
             keys=keys,
             strip=strip,
             max_shard_bytes=max_shard,
@@ -103,10 +108,13 @@ def _some(names: Sequence[str], word: str) -> str:
 def import_(
     pool: PoolName,
     prefix: Prefix,
-    source: Annotated[Path, typer.Argument(help="a file or folder that another tool wrote")],
+    source: Annotated[
+        str, typer.Argument(help="a file or folder that another tool wrote, or hpstore://NAME/path")
+    ],
     step: Annotated[int, typer.Option("--step", min=0, help="the step to commit it as")],
     under: Annotated[str, typer.Option("--as", help="put it into a subtree, such as model")] = "",
     kind: Format = None,
+    layout: Layout = None,
     allow_pickle: Annotated[
         bool, typer.Option("--allow-pickle", help="run the code in a source that you trust")
     ] = False,
@@ -129,6 +137,7 @@ def import_(
             step,
             source,
             format=kind,
+            layout=layout,
             under=under,
             allow_pickle=allow_pickle,
             overwrite=overwrite,

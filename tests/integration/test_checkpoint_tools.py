@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -99,7 +100,7 @@ def test_every_dtype_comes_back_bit_by_bit(pool: hpstore.Pool, tmp_path: Path, k
     assert set(own_reader(kind, target, wanted)) == set(wanted)
     for name, tensor in own_reader(kind, target, wanted).items():
         assert same(tensor, wanted[name]), name
-    import_checkpoint(pool, "runs/b", 7, target, format=kind, under="w", allow_pickle=kind == "dcp")
+    import_checkpoint(pool, "runs/b", 7, target, format=kind, under="w")
     with Checkpointer(pool, "runs/b") as checkpointer:
         found = checkpointer.load(7)
     assert set(found) == {f"w/{name}" for name in wanted}
@@ -135,7 +136,7 @@ def test_a_training_resumes_from_an_export(pool: hpstore.Pool, tmp_path: Path, k
     save(pool, 1, state)
     expected = (torch.rand(3), np.random.random())
     export(pool, tmp_path / "out", format=kind)
-    import_checkpoint(pool, "runs/b", 1, tmp_path / "out", format=kind, allow_pickle=kind == "dcp")
+    import_checkpoint(pool, "runs/b", 1, tmp_path / "out", format=kind)
     fresh = training(4)
     with Checkpointer(pool, "runs/b") as checkpointer:
         assert checkpointer.restore(fresh) == 1
@@ -220,8 +221,9 @@ def test_files_of_the_stock_writers_are_imported(pool: hpstore.Pool, tmp_path: P
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp_save(dict(wanted), checkpoint_id=tmp_path / "d", no_dist=True)
-    for step, name in enumerate(("s.safetensors", "t.pt", "old.pt", "d")):
-        import_checkpoint(pool, RUN, step, tmp_path / name, under="m", allow_pickle=name == "d")
+    sources = [(name, False) for name in ("s.safetensors", "t.pt", "old.pt", "d")]
+    for step, (name, trusted) in enumerate([*sources, ("d", True)]):
+        import_checkpoint(pool, RUN, step, tmp_path / name, under="m", allow_pickle=trusted)
         with Checkpointer(pool, RUN) as checkpointer:
             found = checkpointer.load(step)
         assert all(same(found[f"m/{n}"], t) for n, t in wanted.items()), name
@@ -349,11 +351,14 @@ class Evil:
 
 
 def test_pickles_are_run_only_on_request(pool: hpstore.Pool, tmp_path: Path) -> None:
-    """A torch.save file with an object, and .metadata, which is a pickle: both need the flag."""
+    """A torch.save file with an object, a DCP value that is one, and an object as .metadata."""
     torch.save({"a": Evil(tmp_path / "ran")}, tmp_path / "evil.pt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp_save({"a": Evil(tmp_path / "ran")}, checkpoint_id=tmp_path / "value", no_dist=True)
     (tmp_path / "d").mkdir()
-    (tmp_path / "d" / ".metadata").write_bytes((tmp_path / "evil.pt").read_bytes())
-    for name in ("evil.pt", "d"):
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
+    for name in ("evil.pt", "value", "d"):
         with pytest.raises(CheckpointError, match="--allow-pickle"):
             import_checkpoint(pool, RUN, 1, tmp_path / name)
     assert not (tmp_path / "ran").exists()

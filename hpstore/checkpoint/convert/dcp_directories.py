@@ -1,7 +1,7 @@
 """Directories of torch.distributed.checkpoint (DCP), written and read by torch's own code.
 
-Export: a planner that gives the writer one tensor at a time, into files of bounded size. Import:
-the whole state in memory.
+Export: a planner that gives the writer one tensor at a time, into files of bounded size. Import of
+checkpoints whose code is trusted: the whole state in memory.
 """
 
 from __future__ import annotations
@@ -125,19 +125,11 @@ def write_dcp(
         raise CheckpointError("torch's writer did not record all entries")
 
 
-def read_dcp(folder: Path, *, allow_pickle: bool) -> dict[str, Any]:
-    """All of a DCP checkpoint, nested as it was saved, in memory.
-
-    Raises CheckpointError unless `allow_pickle`: its .metadata is a pickle.
-    """
+def unpickle_dcp(folder: Path) -> dict[str, Any]:
+    """All of a DCP checkpoint, nested as it was saved, in memory, read by torch's own code: it runs
+    what the writer of the checkpoint chose."""
     if not (folder / METADATA).is_file():
         raise CheckpointError(f"{folder} is no DCP checkpoint: it has no {METADATA}")
-    if not allow_pickle:
-        raise CheckpointError(
-            f"{folder / METADATA} is a pickle, as in every DCP checkpoint: reading it runs code "
-            "that its writer chose. Nothing was imported. If you trust the directory: "
-            "--allow-pickle (allow_pickle=True)"
-        )
     state: dict[str, Any] = {}
     reader = FileSystemReader(folder)
     try:

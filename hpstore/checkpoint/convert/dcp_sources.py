@@ -16,6 +16,7 @@ from hpstore.checkpoint.convert.metadata_pickle import (
     DcpTensor,
     StoredBytes,
     checked_paths,
+    nested,
     read_metadata_pickle,
 )
 from hpstore.checkpoint.convert.torch_files import require_bounded
@@ -68,6 +69,19 @@ def open_dcp(place: str | os.PathLike[str]) -> DcpSource:
     if at.mount.pool.exists(manifest_at(at.key)):
         return DcpManifest(at.mount.pool, at.key)
     return DcpFiles(where, lambda name: files.open(f"{where.rstrip('/')}/{name}", "rb"))
+
+
+def read_plain_dcp(place: str | os.PathLike[str]) -> dict[str, Any]:
+    """All of the checkpoint at a folder or a URL, nested as it was saved, in memory.
+
+    No code of a checkpoint runs. Raises CheckpointError for values that only pickle can read.
+    """
+    source = open_dcp(place)
+
+    def leaf(name: str) -> Any:
+        return source.value(name) if source.like(name) is None else source.tensor(name)
+
+    return nested(source.names, source.paths, leaf)
 
 
 class DcpFiles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from hpstore.checkpoint.convert.atomic_files import published
 from hpstore.checkpoint.convert.export_choices import export_dtype, model_keys, narrowed, rounded
 from hpstore.checkpoint.convert.safetensors_files import INDEX, NAMES, TensorEntry
 from hpstore.checkpoint.convert.torch_files import write_torch_file
+from hpstore.checkpoint.convert.torchtitan_layout import require_layout, to_torchtitan
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import Item
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress, TensorStream
@@ -75,6 +76,7 @@ class _Chosen:
     left_out: tuple[str, ...]
     dtype: torch.dtype | None = None  # of floats that are wider
     kind: str = FORMATS[0]
+    layout: str | None = None
 
     def written_dtype(self, item: Item) -> torch.dtype:
         """What a tensor is written as."""
@@ -83,6 +85,11 @@ class _Chosen:
     def placeholder(self, item: Item, device: str | None = None) -> torch.Tensor:
         """A tensor without values in the place of one that is written later."""
         return torch.empty(item.shape, dtype=self.written_dtype(item), device=device)
+
+    def state(self, placeholder: Callable[[str], torch.Tensor]) -> Any:
+        """Nested values, in the layout that was asked for."""
+        found = plain(self.tree, placeholder)
+        return found if self.layout is None else to_torchtitan(found)
 
     @property
     def names(self) -> list[str]:
@@ -101,6 +108,7 @@ def export_checkpoint(
     target: str | Path,
     *,
     format: str | None = None,  # noqa: A002 (the word that users look for)
+    layout: str | None = None,
     keys: Collection[str] | None = None,
     strip: str | None = None,
     max_shard_bytes: int | str = SHARD_BYTES,
@@ -120,6 +128,8 @@ def export_checkpoint(
     target, format
         A file or a folder; "safetensors", "torch" (nested dicts) or "dcp". Default: by the suffix,
         for a folder (no suffix, or one that is there) safetensors with Hugging Face's names.
+    layout
+        "torchtitan": dcp with the model's tensors at the top and flattened optimizers.
     keys, strip
         The parts to export (default: all), and the path that names lose (default for safetensors:
         that of the one subtree which holds all tensors; slashes become dots).
@@ -142,14 +152,14 @@ def export_checkpoint(
     ConfigError, CheckpointError, IntegrityError, RedundancyError
         An argument is wrong; the step or the format lacks it; bytes cannot be read.
     """
-    began = time.perf_counter()
-    path = Path(target).absolute()
+    began, path = time.perf_counter(), Path(target).absolute()
     kind = _format(format, path, target)
+    require_layout(layout, kind)
     shard_bytes = parse_bytes(max_shard_bytes)
     manifest = StepCatalog(pool, prefix).manifest(step)
     keys = model_keys(manifest.tree, keys, model_only=model_only)
     chosen = _choose(manifest, kind, keys, strip, rank)
-    chosen = replace(chosen, dtype=export_dtype(dtype), kind=kind)
+    chosen = replace(chosen, dtype=export_dtype(dtype), kind=kind, layout=layout)
     return _exported(pool, path, chosen, shard_bytes, force, progress, began)
 
 
@@ -338,7 +348,7 @@ def _to_dcp(path: Path, chosen: _Chosen, stream: TensorStream, force: bool) -> l
         names[id(made)] = name
         return made
 
-    state = plain(chosen.tree, placeholder)
+    state = chosen.state(placeholder)
     with published(path, directory=True, force=force, ours=dcp_directories.is_ours) as part:
         dcp_directories.write_dcp(part, state, lambda made: stream.take(names[id(made)]))
     return sorted(entry.name for entry in path.iterdir())

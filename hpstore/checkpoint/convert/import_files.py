@@ -12,16 +12,24 @@ from typing import Any
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import fence_key, here
 from hpstore.checkpoint.checkpointer import Checkpointer
-from hpstore.checkpoint.convert.dcp_directories import METADATA, read_dcp
+from hpstore.checkpoint.convert.dcp_directories import METADATA, unpickle_dcp
+from hpstore.checkpoint.convert.dcp_sources import SCHEME, read_plain_dcp
 from hpstore.checkpoint.convert.export import FORMATS, guessed_format
 from hpstore.checkpoint.convert.safetensors_files import read_safetensors
 from hpstore.checkpoint.convert.torch_files import read_torch_file, tensors_in
+from hpstore.checkpoint.convert.torchtitan_layout import from_torchtitan, require_layout
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.checkpoint.state.state_tree import PerRank
 from hpstore.checkpoint.state.targets import RNG_KEY
-from hpstore.errors import CheckpointError, ConfigError, ObjectNotFound, VersionConflict
+from hpstore.errors import (
+    CheckpointError,
+    ConfigError,
+    MalformedFile,
+    ObjectNotFound,
+    VersionConflict,
+)
 from hpstore.format.records import unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.pool.pool import Pool
@@ -50,6 +58,7 @@ def import_checkpoint(
     source: str | Path,
     *,
     format: str | None = None,  # noqa: A002 (the word that users look for)
+    layout: str | None = None,
     under: str = "",
     allow_pickle: bool = False,
     overwrite: bool = False,
@@ -66,14 +75,18 @@ def import_checkpoint(
     pool, prefix, step
         Where to, as for a Checkpointer and its save().
     source
-        A safetensors file or folder, a torch.save file, or a DCP directory.
+        A safetensors file or folder, a torch.save file, or a DCP directory; a DCP checkpoint in a
+        pool, too, as "hpstore://NAME/path".
     format
         "safetensors", "torch" or "dcp". Default: what the source looks like.
+    layout
+        "torchtitan": what lies at the top becomes "model", and the flattened optimizer one that a
+        Checkpointer restores into an optimizer. Default: as the source has it.
     under
         Subtree to put it into, such as "model", which a model is restored from.
     allow_pickle
-        Accept torch.save files with objects, and DCP, whose .metadata is a pickle. It runs code
-        that the writer of the source chose, and objects in it are saved as pickles.
+        Accept torch.save files with objects, and DCP with such values. It runs code that the writer
+        of the source chose, and objects in it are saved as pickles. Only a folder can be read so.
     overwrite
         Replace the step if it is committed already.
     take_over
@@ -88,16 +101,19 @@ def import_checkpoint(
     VersionConflict
         The step exists.
     """
-    began, path = time.perf_counter(), Path(source)
-    kind = _format(path, format)
+    began, kind = time.perf_counter(), _kind(source, format, layout, allow_pickle)
     _require_free(pool, prefix, step, overwrite=overwrite, take_over=take_over)
-    state = _nested(_read(path, kind, allow_pickle), under, path)
-    options = SaveOptions(warm=False, lineage={"imported_from": path.name, "format": kind})
+    state = _nested(_read(source, kind, layout, allow_pickle), under, source)
+    options = SaveOptions(warm=False, lineage={"imported_from": Path(source).name, "format": kind})
     with Checkpointer(pool, prefix, rng=False, allow_pickle=allow_pickle, save=options) as ckpt:
         tensors, nbytes = _saved(ckpt, step, state, overwrite, progress)
-    seconds = time.perf_counter() - began
     return ImportReport(
-        step=step, format=kind, path=str(path), tensors=tensors, bytes=nbytes, seconds=seconds
+        step=step,
+        format=kind,
+        path=os.fspath(source),
+        tensors=tensors,
+        bytes=nbytes,
+        seconds=time.perf_counter() - began,
     )
 
 
@@ -157,23 +173,69 @@ def _format(path: Path, asked: str | None) -> str:
     return guess
 
 
+def _kind(source: str | Path, asked: str | None, layout: str | None, allow_pickle: bool) -> str:
+    """The format of a source. Raises ConfigError, CheckpointError."""
+    url = _is_url(source)
+    kind = _url_format(source, asked, allow_pickle) if url else _format(Path(source), asked)
+    require_layout(layout, kind)
+    return kind
+
+
+def _is_url(source: str | Path) -> bool:
+    return os.fspath(source).startswith(SCHEME)
+
+
+def _url_format(url: str | Path, asked: str | None, allow_pickle: bool) -> str:
+    """The format of a source in a pool, which must be DCP. Raises ConfigError."""
+    if asked not in (None, "dcp"):
+        raise ConfigError(
+            f"{url} is imported as dcp alone. Nothing was imported. Copy a file of {asked} to a "
+            "disk first: fsspec.filesystem('hpstore').get(url, path)"
+        )
+    if allow_pickle:
+        raise ConfigError(
+            f"{url} is read without running code alone. Nothing was imported. Copy it to a folder "
+            "that you trust first: fsspec.filesystem('hpstore').get(url, folder, recursive=True)"
+        )
+    return "dcp"
+
+
 # Any below: nested values of a training state, checked leaf by leaf when they are saved
-def _read(path: Path, kind: str, allow_pickle: bool) -> Any:
-    if kind == "dcp":
-        return read_dcp(path, allow_pickle=allow_pickle)
-    if kind == "safetensors":
-        return read_safetensors(path)
-    return read_torch_file(path, allow_pickle=allow_pickle)
+def _read(source: str | Path, kind: str, layout: str | None, allow_pickle: bool) -> Any:
+    """What the source holds, in a Checkpointer's layout if its own is another."""
+    path = Path(source)
+    if _is_url(source):
+        found: Any = read_plain_dcp(source)
+    elif kind == "dcp":
+        found = unpickle_dcp(path) if allow_pickle else _plain_dcp(path)
+    elif kind == "safetensors":
+        found = read_safetensors(path)
+    else:
+        found = read_torch_file(path, allow_pickle=allow_pickle)
+    return found if layout is None else from_torchtitan(found)
 
 
-def _nested(value: Any, under: str, path: Path) -> dict[str, Any]:
+def _plain_dcp(path: Path) -> Any:
+    """A DCP directory without running code; what refuses it names the flag."""
+    if not (path / METADATA).is_file():
+        raise CheckpointError(f"{path} is no DCP checkpoint: it has no {METADATA}")
+    try:
+        return read_plain_dcp(path)
+    except (CheckpointError, MalformedFile) as error:
+        raise type(error)(
+            f"{error} Nothing was imported. If you trust the directory, torch reads it and runs "
+            "its code: --allow-pickle (allow_pickle=True)"
+        ) from error
+
+
+def _nested(value: Any, under: str, source: str | Path) -> dict[str, Any]:
     """The state to save: the value, under a path of names."""
     for name in reversed([part for part in under.split("/") if part]):
         value = {name: value}
     if not isinstance(value, Mapping) or not all(type(name) is str for name in value):
         raise CheckpointError(
-            f"{path} holds a {type(value).__name__} that is no dict with str names; --as NAME puts "
-            "it under one"
+            f"{source} holds a {type(value).__name__} that is no dict with str names; --as NAME "
+            "puts it under one"
         )
     return dict(value)
 
