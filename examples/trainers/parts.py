@@ -21,6 +21,7 @@ def options(description: str | None) -> argparse.Namespace:
     parser.add_argument("pool", help="pool.toml, or a pool's name")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=3, help="steps between two saves")
+    parser.add_argument("--workers", type=int, default=1, help="processes, where Ray starts them")
     return parser.parse_args()
 
 

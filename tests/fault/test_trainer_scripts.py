@@ -8,10 +8,12 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from hpstore.config import load_config
 from tests.integration.ranks import make_pool, open_pool
 from tests.thorough import LONG
 
@@ -28,6 +30,8 @@ NEEDS = {
     "huggingface_loop": ["transformers", "accelerate"],
     "peft_loop": ["transformers", "accelerate", "peft"],
     "ignite_loop": ["ignite"],
+    "ray_loop": ["ray", "pandas"],
+    "torchtitan_loop": ["torchtitan", "tyro"],
 }
 """By script: the packages that it needs. The pipeline is examples/pipeline.py, with a test of its
 own (tests/trainers/test_pipeline_example.py)."""
@@ -35,27 +39,37 @@ CASES = [
     (name, ranks)
     for name in NEEDS
     for ranks in (1, 2)
-    if (ranks == 2) == name.startswith(("ddp", "fsdp"))
+    if (ranks == 2) == name.startswith(("ddp", "fsdp", "torchtitan"))
 ]
-CASES += [("huggingface_loop", 2), ("peft_loop", 2)]
+CASES += [("huggingface_loop", 2), ("peft_loop", 2), ("ray_loop", 2), ("torchtitan_loop", 1)]
 QUICK = "fabric_loop"  # the one that every run of the tests has; the others take minutes
 
 
 def run(folder: Path, name: str, ranks: int, dies_at: int = 0) -> str:
     """Run a script in a folder of its own below the pool's; its last line, or what it died of."""
-    command = [sys.executable]
-    if ranks > 1:
+    command, ray = [sys.executable], name.startswith("ray")
+    if (ranks > 1 and not ray) or name.startswith("torchtitan"):
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [str(ROOT / "tests" / "fault" / "dying_script.py"), str(dies_at)]
     command += [str(SCRIPTS / f"{name}.py"), "pool.toml"]
+    command += ["--workers", str(ranks)] if ray else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
-    )
+    environment |= {"HPSTORE_POOLS": str(folder / "pools.toml"), "RAY_AUTH_MODE": "disabled"}
+    environment |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    with tempfile.TemporaryDirectory(prefix="r") as short:  # the names of Ray's sockets are long
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env={**environment, "RAY_TMPDIR": short},
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
     if dies_at:
         assert done.returncode != 0, done.stdout
-        assert ranks > 1 or done.returncode == -9, done.stderr
+        others = ranks > 1 or ray or "torch.distributed.run" in command  # it is a child that dies
+        assert others or done.returncode == -9, done.stderr
         return ""
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step ")]
@@ -77,7 +91,8 @@ def test_a_script_killed_in_a_save_ends_with_the_weights_of_one_never_stopped(
     for kind in ("straight", "killed"):
         folder = tmp_path / kind
         folder.mkdir()
-        make_pool(folder)
+        toml = make_pool(folder)
+        (folder / "pools.toml").write_text(f'{load_config(toml).name} = "pool.toml"\n')
         with open_pool(folder) as pool:
             runpy.run_path(str(SCRIPTS / "parts.py"))["write_rows"](pool)
         if kind == "killed":
