@@ -34,7 +34,7 @@ from hpstore.loaders.ingestion.sample_source import (
     SourceItem,
     digest_of,
 )
-from hpstore.loaders.ingestion.source_paths import file_facts, local_path
+from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, is_remote, local_path
 from hpstore.loaders.ingestion.table_files import table_files
 
 PARQUET = (".parquet", ".pq")
@@ -46,7 +46,7 @@ BATCH_ROWS = 4096
 class _Block:
     """A part of a file that is read by itself. `rows` is None where only reading tells."""
 
-    file: Path
+    file: SourceFile
     part: int
     rows: int | None
     problem: str = ""
@@ -64,18 +64,20 @@ class ArrowTables(BlockwiseSource):
 
     kind = "parquet"
 
-    def __init__(self, where: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
+    ) -> None:
         self._arrow = pyarrow_of("Parquet and Arrow files")
         self.where = str(where)
-        self._files, self.ignored = table_files(where, PARQUET + ARROW, self._named)
+        self._files, self.ignored = table_files(where, PARQUET + ARROW, self._named, storage or {})
         self._blocks: list[_Block] = []
         self._schema: Any = None  # Any: pyarrow ships no types
-        self._first: tuple[Path, dict[str, Any]] | None = None  # file that it is of, types
+        self._first: tuple[SourceFile, dict[str, Any]] | None = None  # file that it is of, types
         for file in self._files:
             self._open(file)
         if self._schema is None:
             raise IngestError(f"{self.where}: {self._blocks[0].problem}")
-        self._root: Path = root_of(local_path(where))
+        self._root: Path | None = None if is_remote(where) else root_of(local_path(where))
         self._partitions: Partitions = Partitions(self._arrow, self._root, self._files)
         for field in self._partitions.schema:
             self._schema = self._schema.append(field)
@@ -97,7 +99,7 @@ class ArrowTables(BlockwiseSource):
         except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
             raise MalformedFile(f"{metadata} cannot be read: {_line(error)}") from error
 
-    def _open(self, file: Path) -> None:
+    def _open(self, file: SourceFile) -> None:
         """Add the blocks of a file, or one that says why it cannot be read. Raises IngestError for
         a file with other columns: it is another table, and not a bad record of this one."""
         try:
@@ -189,9 +191,9 @@ class ArrowTables(BlockwiseSource):
         """Over the path, size and time of change of every file."""
         return digest_of([self.kind, *file_facts(self._files)])
 
-    def _name(self, file: Path) -> str:
+    def _name(self, file: SourceFile) -> str:
         """Of a divided table, with the folders."""
-        if self._partitions.schema.names and file.is_relative_to(self._root):
+        if self._partitions.schema.names and self._root is not None and isinstance(file, Path):
             return str(file.relative_to(self._root))
         return file.name
 
@@ -245,7 +247,7 @@ def _line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _columns(file: Path, names: Sequence[str], types: Sequence[Any]) -> dict[str, Any]:
+def _columns(file: SourceFile, names: Sequence[str], types: Sequence[Any]) -> dict[str, Any]:
     """Types by name: files of one table may have them in another order. Raises ConfigError."""
     columns = dict(zip(names, types, strict=True))
     if len(columns) < len(names):
@@ -268,25 +270,32 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
     return ", ".join(found[:4])
 
 
-def _is_parquet(file: Path) -> bool:
+def _is_parquet(file: SourceFile) -> bool:
     with file.open("rb") as opened:
         return opened.read(4) == b"PAR1"
 
 
-def _is_stream(file: Path) -> bool:
+def _is_stream(file: SourceFile) -> bool:
     """Whether an Arrow file is a stream, as Hugging Face writes, and not the one with a footer."""
     with file.open("rb") as opened:
         return opened.read(6) != b"ARROW1"
 
 
-def _outline(arrow: Any, file: Path) -> tuple[Any, list[int | None]]:
+def _readable(arrow: Any, file: SourceFile) -> Any:
+    """A file for pyarrow: mapped, or ranges of a remote one."""
+    if isinstance(file, Path):
+        return arrow.memory_map(str(file))
+    return arrow.PythonFile(file.open("rb", buffering=0), "r")
+
+
+def _outline(arrow: Any, file: SourceFile) -> tuple[Any, list[int | None]]:
     """Schema, and the rows of each block."""
     if _is_parquet(file):
-        with arrow.parquet.ParquetFile(file) as opened:
+        with arrow.parquet.ParquetFile(_readable(arrow, file)) as opened:
             groups = opened.metadata
             rows = [groups.row_group(i).num_rows for i in range(groups.num_row_groups)]
             return opened.schema_arrow, rows
-    with arrow.memory_map(str(file)) as mapped:
+    with _readable(arrow, file) as mapped:
         if _is_stream(file):
             return arrow.ipc.open_stream(mapped).schema, [None]
         reader = arrow.ipc.open_file(mapped)
@@ -297,10 +306,10 @@ def _outline(arrow: Any, file: Path) -> tuple[Any, list[int | None]]:
 def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
     """Record batches of a block with these columns, each of bounded rows where Parquet is read."""
     if _is_parquet(block.file):
-        with arrow.parquet.ParquetFile(block.file) as opened:
+        with arrow.parquet.ParquetFile(_readable(arrow, block.file)) as opened:
             yield from opened.iter_batches(BATCH_ROWS, row_groups=[block.part], columns=list(names))
         return
-    with arrow.memory_map(str(block.file)) as mapped:
+    with _readable(arrow, block.file) as mapped:
         if _is_stream(block.file):
             for batch in arrow.ipc.open_stream(mapped):
                 yield batch.select(list(names))

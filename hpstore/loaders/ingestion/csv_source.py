@@ -49,13 +49,19 @@ class CsvFiles(BlockwiseSource):
 
     kind = "csv"
 
-    def __init__(self, where: str | os.PathLike[str], *, delimiter: str = "") -> None:
+    def __init__(
+        self,
+        where: str | os.PathLike[str],
+        *,
+        delimiter: str = "",
+        storage: Mapping[str, object] | None = None,
+    ) -> None:
         self._arrow = pyarrow_of("CSV files")
         self.where = printable(str(where))
         self._delimiter = delimiter
         if delimiter and (len(delimiter) != 1 or not delimiter.isascii()):
             raise ConfigError(f"delimiter {delimiter!r} is not one ASCII character")
-        self._files = source_files(where, TABLE_TEXT)
+        self._files = source_files(where, TABLE_TEXT, storage or {})
         self.blocks = len(self._files)
         self._header: list[str] | None = None
         self._names: list[str] | None = None

@@ -36,11 +36,13 @@ def divided_files(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
 class Partitions:
     """Columns of which every file has one value. Any: pyarrow ships no types."""
 
-    def __init__(self, arrow: Any, folder: Path, files: Sequence[Path]) -> None:
-        self._arrow, self._folder = arrow, folder
+    def __init__(self, arrow: Any, folder: Path | None, files: Sequence[object]) -> None:
+        self._arrow = arrow
         self.schema: Any = arrow.schema([])
-        self._values: dict[Path, Mapping[str, Any]] = {}
-        ours = [file for file in files if file.is_relative_to(folder)]
+        self._values: dict[object, Mapping[str, Any]] = {}
+        if folder is None:  # remote
+            return
+        ours = [file for file in files if isinstance(file, Path) and file.is_relative_to(folder)]
         if not any(is_divided(file, folder) for file in ours):
             return
         dataset = arrow.dataset
@@ -66,7 +68,7 @@ class Partitions:
         """Whether a file has no value of one of these columns."""
         return any(values.get(name) is None for values in self._values.values())
 
-    def added(self, file: Path, batch: Any, names: Sequence[str]) -> Any:
+    def added(self, file: object, batch: Any, names: Sequence[str]) -> Any:
         """A batch of a file with the columns of its folders, of these names."""
         arrays, fields = list(batch.columns), list(batch.schema)
         for field in self.schema:

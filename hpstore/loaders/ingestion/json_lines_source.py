@@ -53,9 +53,11 @@ class JsonLines(BlockwiseSource):
 
     kind = "jsonl"
 
-    def __init__(self, where: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
+    ) -> None:
         self.where = printable(str(where))
-        self._files = source_files(where, JSON_LINES)
+        self._files = source_files(where, JSON_LINES, storage or {})
         self._parts: list[_Part] = []
         for file in self._files:
             if file.name.lower().endswith(COMPRESSIONS):

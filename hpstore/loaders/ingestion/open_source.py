@@ -19,8 +19,8 @@ from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
 from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
 from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
-from hpstore.loaders.ingestion.source_options import OPTIONS, options_of, refuse_options
-from hpstore.loaders.ingestion.source_paths import local_path
+from hpstore.loaders.ingestion.source_options import OPTIONS, REMOTE, options_of, refuse_options
+from hpstore.loaders.ingestion.source_paths import is_remote, local_path
 from hpstore.loaders.ingestion.source_splits import refuse_splits
 from hpstore.loaders.ingestion.token_source import token_files
 from hpstore.loaders.ingestion.webdataset_source import webdataset
@@ -101,14 +101,14 @@ def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: du
 
 
 def _from_path(where: str, kind: SourceFormat, check_images: bool, given: dict[str, Any]) -> Source:
-    if kind is not SourceFormat.ZARR:
+    if kind is not SourceFormat.ZARR and not (kind in REMOTE and is_remote(where)):
         where = local_path(where)
     refuse_options(kind, given, OPTIONS.get(kind, ()))
     makers: dict[SourceFormat, Callable[[], Source]] = {
         SourceFormat.IMAGES: lambda: ImageFolder(where, check=check_images),
-        SourceFormat.WEBDATASET: lambda: webdataset(where, check=check_images),
-        SourceFormat.PARQUET: lambda: ArrowTables(where),
-        SourceFormat.JSONL: lambda: JsonLines(where),
+        SourceFormat.WEBDATASET: lambda: webdataset(where, check=check_images, **given),
+        SourceFormat.PARQUET: lambda: ArrowTables(where, **given),
+        SourceFormat.JSONL: lambda: JsonLines(where, **given),
         SourceFormat.CSV: lambda: CsvFiles(where, **given),
         SourceFormat.TOKENS: lambda: token_files(where, **given),
         SourceFormat.NUMPY: lambda: numpy_files(where),

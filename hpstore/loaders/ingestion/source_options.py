@@ -10,9 +10,15 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.source_formats import SourceFormat
 
 OPTIONS: dict[SourceFormat, tuple[str, ...]] = {
-    SourceFormat.CSV: ("delimiter",),
+    SourceFormat.WEBDATASET: ("storage",),
+    SourceFormat.PARQUET: ("storage",),
+    SourceFormat.JSONL: ("storage",),
+    SourceFormat.CSV: ("delimiter", "storage"),
     SourceFormat.TOKENS: ("dtype", "record_tokens"),
 }
+
+REMOTE = frozenset(kind for kind, names in OPTIONS.items() if "storage" in names)
+"""Formats that are read by URL; `storage`: options of fsspec for it."""
 
 
 def options_of(given: Mapping[str, object] | None) -> dict[str, Any]:

@@ -5,36 +5,53 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from hpstore.errors import ConfigError
+from hpstore.loaders.ingestion.remote_files import RemoteFile, remote_files
 
-SourceFile = Path
-"""A file of a source."""
+SourceFile = Path | RemoteFile
+"""A file of a source: what both have is name, stem, suffix, stat() and open("rb")."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_FILES = 1_000_000
 
 
 def local_path(where: str | os.PathLike[str]) -> str:
-    """The path of files of this machine; file:// is taken off. Raises ConfigError for other URLs.
-
-    Only zarr reads from elsewhere.
-    """
+    """The path of files of this machine; file:// is taken off. Raises ConfigError for URLs."""
     text = os.fspath(where)
     if text.startswith("file://"):
         return unquote(urlsplit(text).path)
-    if "://" in text or text.startswith("pipe:"):
+    if is_remote(text) or text.startswith("pipe:"):
         raise ConfigError(
-            f"{text} is not on this machine, where files are read from, but for zarr arrays: copy "
-            "or mount it here first (aws s3 sync, rclone), or give its records from Python, as a "
-            "data set or an iterable of samples. Nothing was written"
+            f"{text} is not on this machine. From elsewhere are read, by URL, JSON Lines, CSV, "
+            "TFRecord, Parquet, Arrow, WebDataset tars and zarr arrays (format=, --format, where "
+            "the name does not tell): copy or mount the rest here first (aws s3 sync, rclone), or "
+            "give its records from Python, as a data set or an iterable of samples. Nothing was "
+            "written"
         )
     return text
 
 
-def source_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[Path]:
+def is_remote(where: str | os.PathLike[str]) -> bool:
+    """Whether this is a URL of another machine."""
+    text = os.fspath(where)
+    return "://" in text and not text.startswith(("file://", "pipe:"))
+
+
+def source_files(
+    where: str | os.PathLike[str], endings: Sequence[str], storage: Mapping[str, object]
+) -> Sequence[SourceFile]:
+    """The files of a source, sorted, as local_files has them, or behind a URL that fsspec reads
+    with the options `storage`. Raises ConfigError when there are none."""
+    text = os.fspath(where)
+    if not is_remote(text):
+        return local_files(where, endings)
+    return remote_files(text, list(_expanded(text)), endings, storage)
+
+
+def local_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[Path]:
     """The files of a source, sorted: `where` itself, those of a folder with one of `endings`, or
     those of a pattern (`*`, `?`, `[...]`, `{000..099}`). Raises ConfigError when there are none.
     """
@@ -79,8 +96,13 @@ def _expanded(text: str) -> Iterator[str]:
         yield from _expanded(text[: found.start()] + name + text[found.end() :])
 
 
-def file_facts(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of each, for a fingerprint."""
-    return [
-        (str(file.resolve()), (found := file.stat()).st_size, found.st_mtime_ns) for file in files
-    ]
+def file_facts(files: Sequence[SourceFile]) -> list[tuple[str, int, int | str]]:
+    """Path, size and time of change of each, for a fingerprint; of remote ones URL, size, tag."""
+    return [_facts(file) for file in files]
+
+
+def _facts(file: SourceFile) -> tuple[str, int, int | str]:
+    if isinstance(file, RemoteFile):
+        return str(file), file.stat().st_size, file.stat().tag
+    found = file.stat()
+    return str(file.resolve()), found.st_size, found.st_mtime_ns

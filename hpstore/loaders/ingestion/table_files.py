@@ -15,7 +15,13 @@ from pathlib import Path, PurePosixPath
 
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.ingestion.hive_partitions import divided_files
-from hpstore.loaders.ingestion.source_paths import local_path, source_files
+from hpstore.loaders.ingestion.source_paths import (
+    SourceFile,
+    is_remote,
+    local_files,
+    local_path,
+    source_files,
+)
 
 _HIDDEN = (".", "_")
 _CACHE = re.compile(r"cache-[0-9a-f]{16}.*\.arrow$")  # what map() of Hugging Face leaves
@@ -26,8 +32,11 @@ Metadata = Callable[[Path], Iterable[str]]  # the files that a `_metadata` of Pa
 
 
 def table_files(
-    where: str | os.PathLike[str], endings: Sequence[str], metadata: Metadata
-) -> tuple[list[Path], int]:
+    where: str | os.PathLike[str],
+    endings: Sequence[str],
+    metadata: Metadata,
+    storage: Mapping[str, object],
+) -> tuple[Sequence[SourceFile], int]:
     """The files of a table, sorted or in the order that the folder gives, and how many others of
     these endings lie beside them. Raises ConfigError, IngestError.
 
@@ -35,9 +44,11 @@ def table_files(
     dataset_info.json, one of Parquet in `_metadata`; without any of these, the tables in folders
     named `column=value` are taken where there are none at the top.
     """
+    if is_remote(where):
+        return source_files(where, endings, storage), 0
     folder = Path(local_path(where))
     if not folder.is_dir():
-        return source_files(where, endings), 0
+        return local_files(where, endings), 0
     named = _named(folder, endings, metadata)
     beside = [file for file in folder.iterdir() if file.name.lower().endswith(tuple(endings))]
     if named is None:
@@ -46,7 +57,7 @@ def table_files(
             if divided:
                 return divided, 0
             raise no_table(folder, endings)
-        shown = [f for f in source_files(folder, endings) if not f.name.startswith(_HIDDEN)]
+        shown = [f for f in local_files(folder, endings) if not f.name.startswith(_HIDDEN)]
         named = [f for f in shown if not _CACHE.match(f.name)] or shown
         if not named:
             raise ConfigError(

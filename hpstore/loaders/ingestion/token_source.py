@@ -23,7 +23,7 @@ from hpstore.loaders.ingestion.sample_source import (
     digest_of,
     printable,
 )
-from hpstore.loaders.ingestion.source_paths import file_facts, source_files
+from hpstore.loaders.ingestion.source_paths import file_facts, local_files
 from hpstore.units import div_ceil, whole_argument
 
 TOKENS = (".bin", ".idx")
@@ -42,7 +42,7 @@ def token_files(
 
     `dtype`, `record_tokens`: of flat files. Raises ConfigError, MalformedFile.
     """
-    files = [file.with_suffix(".bin") for file in source_files(where, TOKENS)]
+    files = [file.with_suffix(".bin") for file in local_files(where, TOKENS)]
     files = list(dict.fromkeys(files))
     for file in files:
         if not file.is_file():

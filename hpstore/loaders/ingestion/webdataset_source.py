@@ -26,7 +26,7 @@ from hpstore.loaders.ingestion.sample_source import (
     digest_of,
     printable,
 )
-from hpstore.loaders.ingestion.source_paths import file_facts, source_files
+from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
 from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders
 from hpstore.loaders.ingestion.tar_index import (
     APART,
@@ -96,12 +96,18 @@ def _value(ending: str, data: bytes, made: Field | None) -> object:
     return data.decode() if ending in _TEXT else data
 
 
-def webdataset(where: str | os.PathLike[str], *, check: bool = True) -> Source:
-    """The tars of a file, folder or pattern. With `check`, cut images are bad records."""
-    files = source_files(where, PLAIN + COMPRESSED)
-    if any(file.name.lower().endswith(COMPRESSED) for file in files):
+def webdataset(
+    where: str | os.PathLike[str],
+    *,
+    check: bool = True,
+    storage: Mapping[str, object] | None = None,
+) -> Source:
+    """The tars of a file, folder, pattern or URL. With `check`, cut images are bad records."""
+    files = source_files(where, PLAIN + COMPRESSED, storage or {})
+    local = [file for file in files if isinstance(file, Path)]
+    if len(local) < len(files) or any(f.name.lower().endswith(COMPRESSED) for f in files):
         return TarStreams(str(where), files, check=check)
-    return TarShards(str(where), files, check=check)
+    return TarShards(str(where), local, check=check)
 
 
 class TarShards(IndexedSource):
@@ -170,11 +176,11 @@ class _Open:
 
 
 class TarStreams(BlockwiseSource):
-    """Samples of tars of which some are compressed; a block is a tar."""
+    """Samples of tars of which some are compressed or remote; a block is a tar."""
 
     kind = "webdataset"
 
-    def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
+    def __init__(self, where: str, files: Sequence[SourceFile], *, check: bool) -> None:
         self.where = where
         self._files, self._wanted = files, WantedFiles(check=check)
         self.blocks = len(files)
@@ -192,7 +198,7 @@ class TarStreams(BlockwiseSource):
             if opened.number >= start:
                 yield self._item(path, block, opened)
 
-    def _item(self, path: Path, block: int, sample: _Open) -> SourceItem:
+    def _item(self, path: SourceFile, block: int, sample: _Open) -> SourceItem:
         name = f"{path.name}: {sample.key}" if sample.key else path.name
         origin = block << BLOCK_SHIFT | sample.number
         if sample.problem:
@@ -200,7 +206,7 @@ class TarStreams(BlockwiseSource):
         return self._wanted.decoded(name, origin, sample.key, sample.parts)
 
 
-def _samples(path: Path) -> Iterator[_Open]:
+def _samples(path: SourceFile) -> Iterator[_Open]:
     """Samples of a tar as they come; last, a broken one where the tar is damaged."""
     sample: _Open | None = None
     number = 0
