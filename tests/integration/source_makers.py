@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 VALUE = 2000
 Maker = Callable[[Path, int], Path]  # a folder that is there, how many records: the source
@@ -41,4 +42,41 @@ def csv_files(folder: Path, count: int) -> Path:
     return folder
 
 
-MAKERS: dict[str, Maker] = {"jsonl": jsonl, "csv": csv_files}
+def tfrecord(folder: Path, count: int) -> Path:
+    """Two files, by the `tfrecord` package's writer, which gzip reads again."""
+    writer = pytest.importorskip("tfrecord.writer", reason="needs tfrecord (its extra)")
+    for name, first, stop in [("a", 0, count // 2), ("b", count // 2, count)]:
+        made = writer.TFRecordWriter(str(folder / f"{name}.tfrecord"))
+        for number in range(first, stop):
+            row = record(number)
+            made.write({"n": (row["n"], "int"), "s": (row["s"].encode(), "byte")})
+        made.close()
+    return folder
+
+
+def hdf5(folder: Path, count: int) -> Path:
+    """Chunks of seven rows, texts of any length."""
+    h5py = pytest.importorskip("h5py", reason="needs h5py (the extra `hdf5`)")
+    rows = [record(number) for number in range(count)]
+    with h5py.File(folder / "a.h5", "w") as file:
+        file.create_dataset("n", data=[row["n"] for row in rows], chunks=(min(7, count),))
+        file.create_dataset("s", data=[row["s"] for row in rows], dtype=h5py.string_dtype())
+    return folder / "a.h5"
+
+
+def lance(folder: Path, count: int) -> Path:
+    """Fragments of twenty rows."""
+    made = pytest.importorskip("lance", reason="needs pylance (the extra `lance`)")
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow (the extra `parquet`)")
+    table = pa.Table.from_pylist([record(number) for number in range(count)])
+    made.write_dataset(table, str(folder / "a.lance"), max_rows_per_file=20)
+    return folder / "a.lance"
+
+
+MAKERS: dict[str, Maker] = {
+    "jsonl": jsonl,
+    "csv": csv_files,
+    "tfrecord": tfrecord,
+    "hdf5": hdf5,
+    "lance": lance,
+}

@@ -73,6 +73,8 @@ def test_a_cut_ingest_goes_on(pool: Pool, folder: Path, kind: str, shuffle: bool
 @EVERY
 def test_a_changed_source_is_refused(pool: Pool, folder: Path, kind: str) -> None:
     """A file with another time: an interrupted ingest does not go on with it."""
+    if kind == "lance":
+        pytest.skip("a Lance data set changes by versions: test_optional_sources.py")
     where = MAKERS[kind](folder, COUNT)
     kept = cut_short(pool, "cut", where, 40)
     file = next(f for f in sorted(folder.rglob("*")) if f.is_file() and "lock" not in f.name)

@@ -12,9 +12,12 @@ from torch.utils.data import IterableDataset
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.csv_source import CsvFiles
+from hpstore.loaders.ingestion.hdf5_source import Hdf5Arrays
 from hpstore.loaders.ingestion.hugging_face_source import hugging_face
 from hpstore.loaders.ingestion.image_source import ImageFolder
 from hpstore.loaders.ingestion.json_lines_source import JsonLines
+from hpstore.loaders.ingestion.lance_source import LanceRows
+from hpstore.loaders.ingestion.lmdb_source import LmdbRecords
 from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
 from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
 from hpstore.loaders.ingestion.sample_source import Source
@@ -22,6 +25,7 @@ from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
 from hpstore.loaders.ingestion.source_options import OPTIONS, REMOTE, options_of, refuse_options
 from hpstore.loaders.ingestion.source_paths import is_remote, local_path
 from hpstore.loaders.ingestion.source_splits import refuse_splits
+from hpstore.loaders.ingestion.tfrecord_source import TfRecords
 from hpstore.loaders.ingestion.token_source import token_files
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 
@@ -111,6 +115,10 @@ def _from_path(where: str, kind: SourceFormat, check_images: bool, given: dict[s
         SourceFormat.JSONL: lambda: JsonLines(where, **given),
         SourceFormat.CSV: lambda: CsvFiles(where, **given),
         SourceFormat.TOKENS: lambda: token_files(where, **given),
+        SourceFormat.TFRECORD: lambda: TfRecords(where, **given),
+        SourceFormat.HDF5: lambda: Hdf5Arrays(where, **given),
+        SourceFormat.LMDB: lambda: LmdbRecords(where, **given),
+        SourceFormat.LANCE: lambda: LanceRows(where),
         SourceFormat.NUMPY: lambda: numpy_files(where),
         SourceFormat.ZARR: lambda: _zarr(where),
     }

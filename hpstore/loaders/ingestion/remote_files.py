@@ -35,7 +35,8 @@ class FileFacts:
 class RemoteFile:
     """A file of a source, as sources use Path: name, suffix, stat(), open().
 
-    `filesystem` is Any, as fsspec is untyped. Any number of threads may open it; what is opened belongs to one of them.
+    `filesystem` is Any, as fsspec is untyped. Any number of threads may open it; what is opened
+    belongs to one of them.
     """
 
     def __init__(self, filesystem: Any, path: str, url: str) -> None:

@@ -10,12 +10,16 @@ from pathlib import Path
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ARROW, PARQUET
 from hpstore.loaders.ingestion.csv_source import TABLE_TEXT
+from hpstore.loaders.ingestion.hdf5_source import HDF5
 from hpstore.loaders.ingestion.hive_partitions import divided_files
 from hpstore.loaders.ingestion.image_source import EXTENSIONS
 from hpstore.loaders.ingestion.json_lines_source import JSON_LINES
+from hpstore.loaders.ingestion.lance_source import LANCE
+from hpstore.loaders.ingestion.lmdb_source import LMDB
 from hpstore.loaders.ingestion.numpy_source import NUMPY
 from hpstore.loaders.ingestion.source_paths import local_path
 from hpstore.loaders.ingestion.table_files import no_table
+from hpstore.loaders.ingestion.tfrecord_source import TFRECORD
 from hpstore.loaders.ingestion.token_source import TOKENS
 from hpstore.loaders.ingestion.webdataset_source import COMPRESSED, PLAIN
 
@@ -33,6 +37,10 @@ class SourceFormat(StrEnum):
     JSONL = "jsonl"
     CSV = "csv"
     TOKENS = "tokens"
+    TFRECORD = "tfrecord"
+    HDF5 = "hdf5"
+    LMDB = "lmdb"
+    LANCE = "lance"
     NUMPY = "numpy"
     ZARR = "zarr"
 
@@ -43,6 +51,10 @@ ENDINGS: dict[SourceFormat, tuple[str, ...]] = {
     SourceFormat.JSONL: JSON_LINES,
     SourceFormat.CSV: TABLE_TEXT,
     SourceFormat.TOKENS: TOKENS,
+    SourceFormat.TFRECORD: TFRECORD,
+    SourceFormat.HDF5: HDF5,
+    SourceFormat.LMDB: LMDB,
+    SourceFormat.LANCE: LANCE,
     SourceFormat.NUMPY: NUMPY,
     SourceFormat.ZARR: (".zarr",),
 }

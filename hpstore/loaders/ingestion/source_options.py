@@ -14,6 +14,9 @@ OPTIONS: dict[SourceFormat, tuple[str, ...]] = {
     SourceFormat.PARQUET: ("storage",),
     SourceFormat.JSONL: ("storage",),
     SourceFormat.CSV: ("delimiter", "storage"),
+    SourceFormat.TFRECORD: ("storage",),
+    SourceFormat.HDF5: ("group",),
+    SourceFormat.LMDB: ("database",),
     SourceFormat.TOKENS: ("dtype", "record_tokens"),
 }
 

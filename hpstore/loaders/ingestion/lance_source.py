@@ -1,0 +1,87 @@
+"""Lance data sets: columns become fields as of Parquet (needs pylance, the extra `lance`).
+
+A block is a fragment of the version that is the newest when the source is opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hpstore.errors import ConfigError, MalformedFile
+from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_source import arrow_field, arrow_samples, pyarrow_of
+from hpstore.loaders.ingestion.sample_source import (
+    BLOCK_SHIFT,
+    BlockwiseSource,
+    SourceItem,
+    digest_of,
+    printable,
+)
+from hpstore.loaders.ingestion.source_paths import local_path
+
+LANCE = (".lance",)
+BATCH_ROWS = 1024
+_ERRORS = (OSError, RuntimeError, *MALFORMED)
+
+
+class LanceRows(BlockwiseSource):
+    """Rows of a Lance data set; rows that were deleted are not there."""
+
+    kind = "lance"
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self._arrow = pyarrow_of("Lance data sets")
+        try:
+            import lance
+        except ImportError as error:
+            raise ConfigError("Lance needs pylance: pip install 'hpstore[lance]'") from error
+        self.where = printable(str(where))
+        try:
+            self._dataset: Any = lance.dataset(local_path(where))  # Any: it is untyped
+            self._fragments = self._dataset.get_fragments()
+            self._schema = self._dataset.schema
+            self.length = self._dataset.count_rows()
+        except _ERRORS as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise MalformedFile(f"{self.where} cannot be read: {brief(error)}") from error
+        self.blocks = len(self._fragments)
+        self._names: list[str] = list(self._schema.names)
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        del types  # the source has its own
+        self._names = [name for name in self._schema.names if name in names]
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return {name: arrow_field(self._arrow, self._schema.field(name))[0] for name in self._names}
+
+    def fingerprint(self) -> str:
+        """Over the path, the version with its time, and the rows of each fragment."""
+        versions = self._dataset.versions()
+        newest = next(v for v in versions if v["version"] == self._dataset.version)
+        rows = [[found.fragment_id, found.count_rows()] for found in self._fragments]
+        return digest_of([self.kind, self.where, newest["version"], str(newest["timestamp"]), rows])
+
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        columns = {n: arrow_field(self._arrow, self._schema.field(n))[1] for n in self._names}
+        origin, number = block << BLOCK_SHIFT, start
+        fragment = self._fragments[block]
+        try:
+            for batch in fragment.to_batches(
+                columns=self._names, batch_size=BATCH_ROWS, offset=start or None
+            ):
+                for sample, problem in arrow_samples(batch, columns):
+                    yield SourceItem(
+                        name=f"fragment {fragment.fragment_id} row {number}",
+                        origin=origin | number,
+                        sample=sample,
+                        problem=problem,
+                    )
+                    number += 1
+        except _ERRORS as error:
+            problem = f"it cannot be read past row {number}: {brief(error)}"
+            yield SourceItem(name=f"fragment {block}", origin=origin | number, problem=problem)
