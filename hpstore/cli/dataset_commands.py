@@ -67,38 +67,49 @@ def ingest(
 
     hpstore dataset ingest pool.toml train /data/imagenet/train
     """
+    made = _ingested(
+        pool,
+        name,
+        source,
+        format=kind,
+        source_options=_options(option or []),
+        fields=field or None,
+        shuffle=shuffle,
+        seed=seed,
+        on_error=on_error,
+        max_skipped=max_skipped,
+        workers=workers,
+        resume=not restart,
+        overwrite=overwrite,
+        layout=layout,
+        shard_bytes=shard,
+        unit_bytes=unit,
+        compression=compression or None,
+        check_images=check_images,
+    )
+    _show_made(made, as_json=as_json)
+
+
+def _ingested(pool: str, name: str, source: str, **options: Any) -> dict[str, IngestReport]:
+    """Reports by the name of the split; "" of a source without any."""
     from hpstore.loaders import ingest_splits
     from hpstore.loaders.ingestion import ingest as ingest_one
     from hpstore.loaders.ingestion.source_splits import splits_of
 
     split = bool(splits_of(source))
     with hpstore.open(pool) as opened, progress_bar("ingest") as bar:
-        run: Any = ingest_splits if split else ingest_one  # Any: one report, or several by name
-        made = run(
-            opened,
-            name,
-            source,
-            format=kind,
-            source_options=_options(option or []),
-            fields=field or None,
-            shuffle=shuffle,
-            seed=seed,
-            on_error=on_error,
-            max_skipped=max_skipped,
-            workers=workers,
-            resume=not restart,
-            overwrite=overwrite,
-            layout=layout,
-            shard_bytes=shard,
-            unit_bytes=unit,
-            compression=compression or None,
-            check_images=check_images,
-            progress=bar.samples,
-        )
+        options["progress"] = bar.samples
+        if split:
+            return ingest_splits(opened, name, source, **options)
+        return {"": ingest_one(opened, name, source, **options)}
+
+
+def _show_made(made: dict[str, IngestReport], *, as_json: bool) -> None:
     if as_json:
-        emit_json({n: r.as_dict() for n, r in made.items()} if split else made.as_dict())
+        found = {split: report.as_dict() for split, report in made.items()}
+        emit_json(found.get("", found))
         return
-    for report in made.values() if split else [made]:
+    for report in made.values():
         _show_ingest(report)
 
 

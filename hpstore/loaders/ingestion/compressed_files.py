@@ -10,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, Any, BinaryIO, cast
 
 from hpstore.errors import ConfigError
 from hpstore.format.xz_files import open_xz
@@ -35,7 +35,7 @@ def decompressed(file: SourceFile) -> Iterator[IO[bytes]]:
             with bz2.open(raw) as unpacked:
                 yield cast("IO[bytes]", unpacked)
         elif name.endswith(".xz"):
-            yield cast("IO[bytes]", open_xz(raw))
+            yield cast("IO[bytes]", open_xz(cast("BinaryIO", raw)))
         elif name.endswith(".zst"):
             with contextlib.closing(_zstd(raw)) as stream:
                 yield cast("IO[bytes]", io.BufferedReader(stream, _PIECE_BYTES))

@@ -77,30 +77,24 @@ def ingest(
     """Write the samples of `source` as dataset `name`; visible when all of it is there.
 
     `source`, `source_options`: see open_source. `fields`: what to take of a sample, by name or
-    with their types; by default all. Types come from the source's schema or its first samples.
-    `shuffle`: a permutation by `seed` where records can be read by number, else blocks permuted and
-    mixed in windows of
-    `window_bytes`; the dataset records which, and the origin of every sample. `workers`: files or
-    records read at a time (threads). Sizes are numbers or text such as "64MiB".
+    with their types; by default all, of the source's types. `shuffle`: a permutation by `seed`
+    where records can be read by number, else blocks permuted and mixed in windows of
+    `window_bytes`; the dataset records which, and each sample's origin. `workers`: records read at
+    a time (threads). Sizes are numbers or text such as "64MiB".
 
     A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
     of them and reports them. After an error or a kill the parts that were finished (about a shard
     each) are kept: the same call goes on with the rest, and refuses a source, a seed or fields that
     are not the same; `resume=False` throws them away first.
 
-    Durable on return. Raises ConfigError, IngestError, VersionConflict (the name is taken; see
-    `overwrite`), and what the pool raises. Memory: four shard buffers a stream, one window.
+    Durable on return. Raises ConfigError, IngestError, VersionConflict (see `overwrite`), and what
+    the pool raises. Memory: four shard buffers a stream, one window.
     """
     began = perf_counter()
     _check_errors(on_error, max_skipped)
     replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
-    opened = open_source(
-        source,
-        format=format,
-        names=names,
-        check_images=check_images,
-        source_options=source_options,
-    )
+    how = {"names": names, "check_images": check_images, "source_options": source_options}
+    opened = open_source(source, format=format, **how)  # type: ignore[arg-type]  # as given
     run = _Run(
         pool=pool,
         name=name,
@@ -115,8 +109,7 @@ def ingest(
         metadata={**opened.metadata, **(metadata or {})},
         progress=progress,
     )
-    manifest, done, resumed = run.go(fields, resume=resume)
-    return _report(name, opened, manifest, done, resumed=resumed, seconds=perf_counter() - began)
+    return _report(name, opened, *run.go(fields, resume=resume), began=began)
 
 
 def _report(
@@ -124,9 +117,9 @@ def _report(
     source: Source,
     manifest: DatasetManifest,
     done: Progressed,
-    *,
     resumed: int,
-    seconds: float,
+    *,
+    began: float,
 ) -> IngestReport:
     return IngestReport(
         name=name,
@@ -140,7 +133,7 @@ def _report(
         ignored=source.ignored,
         resumed_samples=resumed,
         fingerprint=manifest.fingerprint,
-        seconds=seconds,
+        seconds=perf_counter() - began,
     )
 
 

@@ -47,8 +47,7 @@ def open_source(
         group, a torch Dataset, a sequence, an iterable or a function that returns one as what it
         is. A Source is returned as it is.
     format
-        A SourceFormat, such as "images" or "jsonl" (docs/data.md has all). "auto": found from the
-        endings of names and from what a folder holds.
+        A SourceFormat, such as "jsonl" (docs/data.md). "auto": by endings and what a folder holds.
     names
         Names of the fields of samples that are tuples.
     check_images
