@@ -79,8 +79,7 @@ def ingest(
     `source`, `source_options`: see open_source. `fields`: what to take of a sample, by name or
     with their types; by default all, of the source's types. `shuffle`: a permutation by `seed`
     where records can be read by number, else blocks permuted and mixed in windows of
-    `window_bytes`; the dataset records which, and each sample's origin. `workers`: records read at
-    a time (threads). Sizes are numbers or text such as "64MiB".
+    `window_bytes`; the dataset records which. `workers`: threads. Sizes: numbers or "64MiB".
 
     A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
     of them and reports them. After an error or a kill the parts that were finished (about a shard
