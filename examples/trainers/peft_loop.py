@@ -22,6 +22,8 @@ from hpstore.trainers import PoolTrainerCallback
 class Net(torch.nn.Module):
     """The shared net as the Trainer wants it."""
 
+    _keys_to_ignore_on_save = None  # the Trainer asks for it when it has loaded adapters
+
     def __init__(self) -> None:
         super().__init__()
         self.net = parts.net()
