@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 from hpstore.checkpoint import SafeLoadPlanner, StorageReader, StorageWriter
 from hpstore.checkpoint.dcp.dcp_metadata import manifest_at
@@ -91,13 +91,13 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
         place = PoolFileSystem().resolved(checkpoint_id)
         writer: dict[str, Any] = {"storage_writer": StorageWriter(place.mount.pool, place.key)}
         if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, **writer)
+            save(state_dict, **writer)
             found = None
         else:
             if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
                 writer["async_checkpointer_type"] = AsyncCheckpointerType.PROCESS
                 writer["async_stager"] = self.stager
-            found = dcp.async_save(state_dict, process_group=self.pg, **writer)
+            found = async_save(state_dict, process_group=self.pg, **writer)
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return found
@@ -129,6 +129,6 @@ class PoolCheckpointManager(CheckpointManager):  # type: ignore[misc]
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         reader = StorageReader(place.mount.pool, place.key)
-        dcp.load(state_dict, storage_reader=reader, planner=SafeLoadPlanner())
+        load(state_dict, storage_reader=reader, planner=SafeLoadPlanner())
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)

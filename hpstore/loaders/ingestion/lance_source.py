@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hpstore.errors import ConfigError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
 from hpstore.loaders.ingestion.arrow_source import arrow_field, arrow_samples, pyarrow_of
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -50,14 +52,25 @@ class LanceRows(BlockwiseSource):
             raise MalformedFile(f"{self.where} cannot be read: {brief(error)}") from error
         self.blocks = len(self._fragments)
         self._names: list[str] = list(self._schema.names)
+        self._optional: dict[str, bool] = {}
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
-        del types  # the source has its own
+        self._optional = {name: made.optional for name, made in types.items()}
         self._names = [name for name in self._schema.names if name in names]
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {name: arrow_field(self._arrow, self._schema.field(name))[0] for name in self._names}
+        return {name: self._column(name)[0] for name in self._names}
+
+    def _column(self, name: str) -> tuple[Field, Convert]:
+        """The field of a column, and how its values are made; optional where it holds a null."""
+        made, convert = arrow_field(self._arrow, self._schema.field(name))
+        if name not in self._optional:
+            found = self._dataset.scanner(columns=[name]).to_batches()
+            self._optional[name] = any(batch.column(0).null_count for batch in found)
+        if self._optional[name]:
+            return replace(made, optional=True), with_none(convert)
+        return made, convert
 
     def fingerprint(self) -> str:
         """Over the path, the version with its time, and the rows of each fragment."""
@@ -67,14 +80,16 @@ class LanceRows(BlockwiseSource):
         return digest_of([self.kind, self.where, newest["version"], str(newest["timestamp"]), rows])
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
-        columns = {n: arrow_field(self._arrow, self._schema.field(n))[1] for n in self._names}
+        found = {name: self._column(name) for name in self._names}
+        columns = {name: convert for name, (_, convert) in found.items()}
+        optional = [name for name, (made, _) in found.items() if made.optional]
         origin, number = block << BLOCK_SHIFT, start
         fragment = self._fragments[block]
         try:
             for batch in fragment.to_batches(
                 columns=self._names, batch_size=BATCH_ROWS, offset=start or None
             ):
-                for sample, problem in arrow_samples(batch, columns):
+                for sample, problem in arrow_samples(batch, columns, optional):
                     yield SourceItem(
                         name=f"fragment {fragment.fragment_id} row {number}",
                         origin=origin | number,
