@@ -44,7 +44,7 @@ Row = tuple[bytes, ...]
 class CsvFiles(BlockwiseSource):
     """Rows of CSV files with a header. A row with more or fewer values is a bad record.
 
-    Fields are told by the first 1000 rows (csv_fields), or what the user says that they are.
+    Fields are inferred from the first 1000 rows (csv_fields), or what the user says that they are.
     """
 
     kind = "csv"
@@ -120,7 +120,7 @@ class CsvFiles(BlockwiseSource):
             rows += islice(found, LOOKED_AT - len(rows))
         if not rows:
             raise IngestError(
-                f"{self.where}: no row to tell the fields from; nothing was written. Give "
+                f"{self.where}: no row to infer the fields from; nothing was written. Give "
                 "fields={...}"
             )
         asked = [name for name in names if name not in self._types]

@@ -1,6 +1,6 @@
-"""HDF5 files: the data sets of a group, their first axis the sample (needs h5py, extra `hdf5`).
+"""HDF5 files: the datasets of a group, their first axis the sample (needs h5py, extra `hdf5`).
 
-Nothing is read that lies in other files: links, external storage and virtual data sets are refused.
+Nothing is read that lies in other files: links, external storage and virtual datasets are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ERRORS = (OSError, *MALFORMED)
 
 
 class Hdf5Arrays(BlockwiseSource):
-    """Data sets of equal length directly in a group of one file; a field each. A block is as many
+    """Datasets of equal length directly in a group of one file; a field each. A block is as many
     rows as the largest chunk has, fewer where that passes 64 MiB.
 
     Numbers and booleans are arrays, texts of any length str, rows of any length ragged arrays.
@@ -76,15 +76,15 @@ class Hdf5Arrays(BlockwiseSource):
             said = ", ".join(f"{name} {count}" for name, count in lengths.items())
             groups = ", ".join(name for name in group if name not in lengths)
             raise ConfigError(
-                f"{self.where}: the data sets of group {self._group!r} are not equally long: "
+                f"{self.where}: the datasets of group {self._group!r} are not equally long: "
                 f"{said or 'there is none'}; groups in it: {groups or 'none'} "
                 "(source_options={'group': ...}, --option group=...)"
             )
         self.length = next(iter(lengths.values()))
 
     def _field(self, name: str, found: Any) -> Field:
-        """Of a data set. Raises ConfigError."""
-        said = f"{self.where}: data set {name!r}"
+        """Of a dataset. Raises ConfigError."""
+        said = f"{self.where}: dataset {name!r}"
         if found.is_virtual or found.external:
             raise ConfigError(f"{said} lies in other files, which are not read")
         if found.shape is None or not found.shape:

@@ -55,7 +55,7 @@ def ingest_splits(pool: Pool, name: str, source: object, **options: Any) -> dict
     left = {split: part for split, part in found.items() if f"{name}/{split}" not in there}
     if not left:
         raise VersionConflict(
-            f"data sets {', '.join(f'{name}/{split}' for split in found)} exist; they are "
+            f"datasets {', '.join(f'{name}/{split}' for split in found)} exist; they are "
             "unchanged. overwrite=True (--overwrite) replaces them."
         )
     return {split: ingest(pool, f"{name}/{split}", part, **options) for split, part in left.items()}

@@ -88,7 +88,7 @@ class JsonLines(BlockwiseSource):
         records, problem = self._first_records()
         if not records:
             raise IngestError(
-                f"{self.where}: no object to tell the fields from ({problem or 'it is empty'}); "
+                f"{self.where}: no object to infer the fields from ({problem or 'it is empty'}); "
                 "nothing was written. Give fields={...}"
             )
         if self._names is not None:

@@ -1,4 +1,4 @@
-"""Lance data sets: columns become fields as of Parquet (needs pylance, the extra `lance`).
+"""Lance datasets: columns become fields as of Parquet (needs pylance, the extra `lance`).
 
 A block is a fragment of the version that is the newest when the source is opened.
 """
@@ -30,12 +30,12 @@ _ERRORS = (OSError, RuntimeError, *MALFORMED)
 
 
 class LanceRows(BlockwiseSource):
-    """Rows of a Lance data set; rows that were deleted are not there."""
+    """Rows of a Lance dataset; rows that were deleted are not there."""
 
     kind = "lance"
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
-        self._arrow = pyarrow_of("Lance data sets")
+        self._arrow = pyarrow_of("Lance datasets")
         try:
             import lance
         except ImportError as error:

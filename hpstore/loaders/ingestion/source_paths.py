@@ -27,7 +27,7 @@ def local_path(where: str | os.PathLike[str]) -> str:
         raise ConfigError(
             f"{text} is not on this machine. From elsewhere are read, by URL, JSON Lines, CSV, "
             "TFRecord, Parquet, Arrow, WebDataset tars and zarr arrays (format=, --format, where "
-            "the name does not tell): copy or mount the rest here first (aws s3 sync, rclone), or "
+            "the name is not clear): copy or mount the rest here first (aws s3 sync, rclone), or "
             "give its records from Python, as a data set or an iterable of samples. Nothing was "
             "written"
         )

@@ -75,7 +75,7 @@ def _of_files(folder: Path) -> dict[str, Any]:
         before = file.name[: named.start(1)]
         pattern = str(folder / f"{before}{file.name[named.start(1) : named.end(1)]}*{ending}")
         if found.setdefault(split, pattern) != pattern:
-            return {}  # files of two data sets, or of two formats
+            return {}  # files of two datasets, or of two formats
     return found if len(found) > 1 else {}
 
 

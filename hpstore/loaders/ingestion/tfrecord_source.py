@@ -81,7 +81,7 @@ class TfRecords(BlockwiseSource):
             examples = [{n: v for n, v in features.items() if n in wanted} for features in examples]
         if not examples:
             raise IngestError(
-                f"{self.where}: no example to tell the fields from; nothing was written"
+                f"{self.where}: no example to infer the fields from; nothing was written"
             )
         try:
             return {**example_fields(examples), **self._types}
