@@ -1,6 +1,6 @@
 """Folders named `column=value`, by which Hive, Spark and pyarrow divide a table: a column each.
 
-pyarrow.dataset reads the names, and infers the types: int32 where all values are whole numbers, else
+pyarrow.dataset reads the names and infers types: int32 where all values are whole numbers, else
 text.
 """
 
