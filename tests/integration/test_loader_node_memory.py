@@ -445,7 +445,9 @@ def test_a_stranger_is_not_believed(
 
 
 def test_a_forked_child_leaves_the_connection_to_its_parent(pool: Pool, keeper: Keeper) -> None:
+    """The keeper sees that the parent's loader has ended while the child still runs."""
     data = plain(pool)
+    ended, end = os.pipe()
     with closing(DataLoader(data, 8)) as loader:
         whole(loader)
         child = os.fork()
@@ -454,13 +456,19 @@ def test_a_forked_child_leaves_the_connection_to_its_parent(pool: Pool, keeper: 
             try:
                 with closing(DataLoader(data, 8, cache=0)) as own:
                     bad = len(wrong(own))
+                os.read(ended, 1)
             finally:
                 os._exit(bad)
-        poll(20.0, lambda: keeper.listing()[0]["processes"] == [os.getpid()])
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert loader.stats()["node_memory"] == "shared"
         assert not wrong(loader)
-    poll(20.0, lambda: keeper.listing()[0]["processes"] == [])
+    try:
+        poll(20.0, lambda: keeper.listing()[0]["processes"] == [])
+    finally:
+        os.write(end, b"x")
+        status = os.waitpid(child, 0)[1]
+        os.close(ended)
+        os.close(end)
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 def test_node_pages_ask_for_a_segment_once(pool: Pool, keeper: Keeper) -> None:
