@@ -150,7 +150,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.rank, self.world_size, self.mesh, self.shard = rank, world_size, mesh, shard
         self.tail, self.snapshot_every_n_steps = tail, snapshot_every_n_steps
         self.transform, self.batch_transform, self.on_error = transform, batch_transform, on_error
-        self.packing, self.filter = packing, filter
         options = {
             "num_workers": num_workers,
             "collate_fn": collate_fn,
@@ -166,12 +165,19 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             "batch_size": batch_size,
             "in_order": in_order,
         }
-        self._begin(dataset, sampler, batch_sampler, options)
+        self._begin(dataset, sampler, batch_sampler, packing, filter, options)
 
     def _begin(
-        self, dataset: Any, sampler: Any, batch_sampler: Any, options: dict[str, Any]
+        self,
+        dataset: Any,
+        sampler: Any,
+        batch_sampler: Any,
+        packing: Any,
+        chosen: Any,
+        options: Any,
     ) -> None:
         """Check, then make what the arguments ask for. `options`: those of torch's arguments."""
+        self.packing, self.filter = packing, chosen
         require_arguments(self, dataset, sampler, batch_sampler, options)
         self._by_user = sampler is not None or batch_sampler is not None
         self._native = chosen_data(dataset, self.filter, self.packing)

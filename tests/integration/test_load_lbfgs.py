@@ -22,11 +22,12 @@ def train(net: torch.nn.Module, optimizer: torch.optim.LBFGS) -> float:
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = net(batch).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss: torch.Tensor = net(batch).square().mean()
+        loss.backward()
         return loss
 
-    return float(optimizer.step(closure).detach())  # type: ignore[arg-type,attr-defined]
+    loss: torch.Tensor = optimizer.step(closure)  # type: ignore[no-untyped-call]
+    return float(loss.detach())
 
 
 @pytest.mark.parametrize(

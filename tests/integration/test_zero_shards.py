@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -110,7 +111,7 @@ def saving(rank: int, world: int, directory: Path) -> None:
     with open_pool(directory) as pool, Checkpointer(pool, "run") as ckpt:
         ckpt.save(3, {"model": model, "zero": zero.shards()}).result()
         state = {"model": get_model_state_dict(model), "zero": zero.shards()}
-        dcp.save(state, storage_writer=StorageWriter(pool, "dcp/step-3"))
+        save(state, storage_writer=StorageWriter(pool, "dcp/step-3"))
         dist.barrier()
     torch.save(zero.whole(), directory / "at-3.pt")
     steps(model, zero, 3)
@@ -135,7 +136,7 @@ def loading(rank: int, world: int, directory: Path, way: str) -> None:
                 assert ckpt.restore({"model": model, "zero": shards}, load=load) == 3
         else:
             state = {"model": get_model_state_dict(model), "zero": shards}
-            dcp.load(state, storage_reader=StorageReader(pool, "dcp/step-3"))
+            load_by_dcp(state, storage_reader=StorageReader(pool, "dcp/step-3"))
             set_model_state_dict(model, state["model"])
     saved, found = torch.load(directory / "at-3.pt", weights_only=True), zero.whole()
     assert all(torch.equal(found[name], saved[name]) for name in saved)

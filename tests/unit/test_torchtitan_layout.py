@@ -92,7 +92,12 @@ def test_what_is_no_flattened_optimizer_is_refused(flat: dict[str, Any], said: s
 
 def test_other_states_are_refused() -> None:
     """Without a model, with names twice, with an optimizer by numbers."""
-    for state in ({"model": {"w": 1}}, {"optimizer": {}}, {"model": torch.ones(1), "step": {}}):
+    states: list[dict[str, Any]] = [
+        {"model": {"w": 1}},
+        {"optimizer": {}},
+        {"model": torch.ones(1), "step": {}},
+    ]
+    for state in states:
         with pytest.raises(CheckpointError, match="not at its top"):
             from_torchtitan({**state, "model": {}} if "model" in state else state)
     with pytest.raises(CheckpointError, match="no 'model'"):

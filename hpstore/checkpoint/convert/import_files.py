@@ -107,13 +107,9 @@ def import_checkpoint(
     options = SaveOptions(warm=False, lineage={"imported_from": Path(source).name, "format": kind})
     with Checkpointer(pool, prefix, rng=False, allow_pickle=allow_pickle, save=options) as ckpt:
         tensors, nbytes = _saved(ckpt, step, state, overwrite, progress)
+    path, took = os.fspath(source), time.perf_counter() - began
     return ImportReport(
-        step=step,
-        format=kind,
-        path=os.fspath(source),
-        tensors=tensors,
-        bytes=nbytes,
-        seconds=time.perf_counter() - began,
+        step=step, format=kind, path=path, tensors=tensors, bytes=nbytes, seconds=took
     )
 
 

@@ -116,7 +116,7 @@ class WriterClient:
         self.start()
 
     def renew(self) -> None:
-        """Replace a writer that was told to find others before: it does so once in its life."""
+        """Replace a writer that has looked for others before: it does so once in its life."""
         self.parted = self.parted or self._joining
         self.ready()
         self._joining = True

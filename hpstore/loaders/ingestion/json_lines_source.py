@@ -17,7 +17,7 @@ from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import brief, most_inflated
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRORS, decompressed
-from hpstore.loaders.ingestion.json_values import json_fields, json_value
+from hpstore.loaders.ingestion.json_schema import json_fields, json_value
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
