@@ -168,16 +168,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self._begin(dataset, sampler, batch_sampler, packing, filter, options)
 
     def _begin(
-        self,
-        dataset: Any,
-        sampler: Any,
-        batch_sampler: Any,
-        packing: Any,
-        chosen: Any,
-        options: Any,
+        self, dataset: Any, sampler: Any, batch_sampler: Any, packing: Any, kept: Any, options: Any
     ) -> None:
         """Check, then make what the arguments ask for. `options`: those of torch's arguments."""
-        self.packing, self.filter = packing, chosen
+        self.packing, self.filter = packing, kept
         require_arguments(self, dataset, sampler, batch_sampler, options)
         self._by_user = sampler is not None or batch_sampler is not None
         self._native = chosen_data(dataset, self.filter, self.packing)
@@ -405,8 +399,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             at_end=at_end,
         ).to_dict()
         if self.order is None or self._native is None:
-            found = self._others and self._others()
-            state |= self._companions.saved(self, epoch, position, found)
+            state |= self._companions.saved(self, epoch, position, self._others and self._others())
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ def train(net: torch.nn.Module, optimizer: torch.optim.LBFGS) -> float:
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
         loss: torch.Tensor = net(batch).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
     loss: torch.Tensor = optimizer.step(closure)  # type: ignore[no-untyped-call]
