@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, not in __all__
 
 from hpstore.checkpoint import Checkpointer, export_checkpoint, import_checkpoint
 from hpstore.checkpoint.dcp.dcp_metadata import manifest_at
@@ -36,8 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     toml = make_pool(tmp_path)
     (tmp_path / "names.toml").write_text(f'titan = "{toml}"\n')
     monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "names.toml"))
-    store = FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     yield "hpstore://titan/runs/x"
     dist.destroy_process_group()
     PoolFileSystem.mounts.close()

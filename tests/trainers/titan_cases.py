@@ -94,7 +94,7 @@ class Training:
     def facts(self) -> dict[str, Any]:
         """Whole tensors of the model, and of the optimizers as torchtitan names them."""
         options = StateDictOptions(full_state_dict=True)
-        weights: dict[str, Any] = get_model_state_dict(self.model, options=options)
+        weights: Any = get_model_state_dict(self.model, options=options)
         moments = {
             name: value.full_tensor() if hasattr(value, "full_tensor") else value
             for name, value in self.optimizers.state_dict().items()

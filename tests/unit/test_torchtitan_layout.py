@@ -51,7 +51,7 @@ def test_torchs_flattened_optimizer_is_grouped_by_its_options() -> None:
 
 def test_nested_slots_and_dots_in_names_survive() -> None:
     """Shampoo has dicts in its state; options may be tensors and tuples."""
-    state = {
+    state: dict[str, Any] = {
         "model": {"l.0.w": 1, "l.0.w2": 2},
         "optimizer": {
             "state": {"l.0.w": {"factors": {"0": 5, "1": 6}, "step": 1}, "l.0.w2": {"step": 2}},
@@ -92,14 +92,10 @@ def test_what_is_no_flattened_optimizer_is_refused(flat: dict[str, Any], said: s
 
 def test_other_states_are_refused() -> None:
     """Without a model, with names twice, with an optimizer by numbers."""
-    states: list[dict[str, Any]] = [
-        {"model": {"w": 1}},
-        {"optimizer": {}},
-        {"model": torch.ones(1), "step": {}},
-    ]
-    for state in states:
+    others: list[dict[str, Any]] = [{"model": {"w": 1}}, {"optimizer": {}}, {"model": {}, "w": 1}]
+    for other in others:
         with pytest.raises(CheckpointError, match="not at its top"):
-            from_torchtitan({**state, "model": {}} if "model" in state else state)
+            from_torchtitan(other)
     with pytest.raises(CheckpointError, match="no 'model'"):
         to_torchtitan({"net": {"w": 1}})
     with pytest.raises(CheckpointError, match="one name"):

@@ -75,18 +75,15 @@ def import_checkpoint(
     pool, prefix, step
         Where to, as for a Checkpointer and its save().
     source
-        A safetensors file or folder, a torch.save file, or a DCP directory; a DCP checkpoint in a
-        pool, too, as "hpstore://NAME/path".
+        A safetensors file or folder, a torch.save file, a DCP directory or "hpstore://NAME/path".
     format
         "safetensors", "torch" or "dcp". Default: what the source looks like.
     layout
-        "torchtitan": what lies at the top becomes "model", and the flattened optimizer one that a
-        Checkpointer restores into an optimizer. Default: as the source has it.
+        "torchtitan": what lies at the top becomes "model", flattened optimizers can be restored.
     under
         Subtree to put it into, such as "model", which a model is restored from.
     allow_pickle
-        Accept torch.save files with objects, and DCP with such values. It runs code that the writer
-        of the source chose, and objects in it are saved as pickles. Only a folder can be read so.
+        Accept files and DCP folders with objects: runs code that their writer chose, saves pickles.
     overwrite
         Replace the step if it is committed already.
     take_over
@@ -107,9 +104,9 @@ def import_checkpoint(
     options = SaveOptions(warm=False, lineage={"imported_from": Path(source).name, "format": kind})
     with Checkpointer(pool, prefix, rng=False, allow_pickle=allow_pickle, save=options) as ckpt:
         tensors, nbytes = _saved(ckpt, step, state, overwrite, progress)
-    path, took = os.fspath(source), time.perf_counter() - began
+    path, seconds = os.fspath(source), time.perf_counter() - began
     return ImportReport(
-        step=step, format=kind, path=path, tensors=tensors, bytes=nbytes, seconds=took
+        step=step, format=kind, path=path, tensors=tensors, bytes=nbytes, seconds=seconds
     )
 
 
