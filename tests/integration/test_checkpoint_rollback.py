@@ -10,9 +10,11 @@ import hpstore
 from hpstore.checkpoint.catalog.writer_fence import fence_session
 from hpstore.errors import CheckpointError, ConfigError, IntegrityError
 from hpstore.pool.pool import Pool
+from tests.integration import rolled_back
 from tests.integration.rolled_back import RUN, checkpointer, held, save, state_of
 
-pytest_plugins = ["tests.integration.rolled_back"]
+run = rolled_back.run  # a fixture
+both = rolled_back.both  # a fixture
 
 
 @pytest.mark.usefixtures("both")

@@ -18,11 +18,15 @@ from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import Listing, Manifest
 from hpstore.errors import CheckpointError, DeviceTimeout, RedundancyError, VersionConflict
 from hpstore.pool.pool import Pool
+from tests.integration import rolled_back
 from tests.integration.ranks import launch, make_pool
 from tests.integration.rolled_back import EVERY, RUN, SIZE, checkpointer, held, save, state_of
 from tests.integration.test_checkpoint_crashes import before_put
 
-pytest_plugins = ["tests.integration.rolled_back"]
+run = rolled_back.run  # a fixture
+both = rolled_back.both  # a fixture
+between = rolled_back.between  # a fixture
+clock = rolled_back.clock  # a fixture
 
 
 @pytest.mark.usefixtures("both")

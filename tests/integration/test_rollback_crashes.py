@@ -14,11 +14,12 @@ from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
+from tests.integration import rolled_back
 from tests.integration.rolled_back import EVERY, RUN, checkpointer, held, save
 from tests.integration.test_checkpoint_crashes import open_crashing
 from tests.thorough import crash_points
 
-pytest_plugins = ["tests.integration.rolled_back"]
+run = rolled_back.run  # a fixture
 
 
 LINES = [dict(list(EVERY.items())[:count]) for count in (2, 3, 4)]  # each ends at a later step

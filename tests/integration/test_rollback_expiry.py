@@ -10,10 +10,12 @@ import pytest
 from hpstore.checkpoint.catalog import rollback
 from hpstore.errors import CheckpointError, VersionConflict
 from hpstore.pool.pool import Pool
+from tests.integration import rolled_back
 from tests.integration.rolled_back import RUN, WEEK_MS, checkpointer, held, save
 from tests.integration.test_checkpoint_crashes import before_put
 
-pytest_plugins = ["tests.integration.rolled_back"]
+run = rolled_back.run  # a fixture
+clock = rolled_back.clock  # a fixture
 
 
 @pytest.mark.usefixtures("segments_apart")

@@ -14,10 +14,13 @@ from hpstore.checkpoint.catalog.hidden_steps import HiddenSteps
 from hpstore.checkpoint.catalog.writer_fence import Heartbeat
 from hpstore.errors import CheckpointError, VersionConflict
 from hpstore.pool.pool import Pool
+from tests.integration import rolled_back
 from tests.integration.rolled_back import EVERY, RUN, WEEK_MS, checkpointer, held, save
 from tests.integration.test_checkpoint_crashes import before_put
 
-pytest_plugins = ["tests.integration.rolled_back"]
+run = rolled_back.run  # a fixture
+between = rolled_back.between  # a fixture
+clock = rolled_back.clock  # a fixture
 
 
 @pytest.mark.usefixtures("segments_apart")
