@@ -17,11 +17,7 @@ from hpstore.config import Settings
 from hpstore.units import MIB
 
 # the contract's assertions show their values, as those in test files do
-pytest.register_assert_rewrite(
-    "hpstore.testing.device_contract",
-    "hpstore.testing.direct_contract",
-    "tests.integration.rolled_back",  # a plugin of some modules, imported by them, too
-)
+pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testing.direct_contract")
 
 # what the ranks of the tests need (tests/integration/ranks.py): their server imports it once, not
 # each of some hundred processes. torch imports torch._dynamo when it makes its first optimizer

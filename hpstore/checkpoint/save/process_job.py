@@ -209,8 +209,8 @@ class Writing:
             if ranks.world == 1:
                 raise
             problem = str(error)
-        told = ranks.all_gather(problem.encode(), RankChannel.TRAINER)
-        failed = [f"rank {n}: {text.decode()}" for n, text in enumerate(told) if text]
+        heard = ranks.all_gather(problem.encode(), RankChannel.TRAINER)
+        failed = [f"rank {n}: {text.decode()}" for n, text in enumerate(heard) if text]
         if writer is None or failed:
             if writer is not None:
                 writer.close()

@@ -68,7 +68,7 @@ class WriterClient:
         self.parted = False  # it has lost a writer of another rank: it can save no more
         self.answer_seconds: float | None = None  # for one; after it the writer is ended
         self.restarts_total = 0
-        self._joining = False  # it was told to find those of other ranks
+        self._joining = False  # it looks for those of other ranks
         self.start()
 
     @property
@@ -150,6 +150,12 @@ class WriterClient:
             self._connection.send(message)
         except OSError as error:
             raise self._gone() from error
+
+    def ask(self, message: object, kind: type[T]) -> T:
+        """Send a message; its answer. Raises what hear() raises."""
+        with self.in_step():
+            self.tell(message)
+            return self.hear(kind)
 
     def hear(self, kind: type[T], progress: Callable[[int], None] | None = None) -> T:
         """The next message, which is of this kind; those of progress are passed on. Raises what the

@@ -51,8 +51,8 @@ class WriterGroup:
             self._writer.ready()
         except BaseException as error:  # noqa: BLE001 (raised below, on all ranks)
             problem = error
-        told = self.agree(problem)
-        if [said.name for said in told] != self._joined:
+        heard = self.agree(problem)
+        if [said.name for said in heard] != self._joined:
             self._joined = ()
             self._join()
 
@@ -64,24 +64,21 @@ class WriterGroup:
                 raise CheckpointError(f"rank 0: {address['error']}")
             if not self._ranks.leads:
                 self._writer.renew()
-            with self._writer.in_step():
-                self._writer.tell(
-                    JoinRanks(
-                        address=StoreAddress(**address),
-                        rank=self._ranks.rank,
-                        world=self._ranks.world,
-                        commit_seconds=self._ranks.timeout_seconds,
-                    )
-                )
-                self._writer.hear(RanksJoined)
+            order = JoinRanks(
+                address=StoreAddress(**address),
+                rank=self._ranks.rank,
+                world=self._ranks.world,
+                commit_seconds=self._ranks.timeout_seconds,
+            )
+            self._writer.ask(order, RanksJoined)
         except BaseException as error:  # noqa: BLE001 (raised below, on all ranks)
             problem = error
         try:
-            told = self.agree(problem)
+            heard = self.agree(problem)
         except BaseException:
             self._writer.parted = True  # who has found some of the others has to begin again
             raise
-        self._joined = [said.name for said in told]
+        self._joined = [said.name for said in heard]
 
     def _opened(self) -> bytes:
         """The address of rank 0's store, of a writer that has not joined others before."""
@@ -89,40 +86,41 @@ class WriterGroup:
             return b""
         try:
             self._writer.renew()
-            with self._writer.in_step():
-                self._writer.tell(OpenStore(timeout_seconds=self._ranks.timeout_seconds))
-                found = self._writer.hear(StoreOpened).address
-        except Exception as error:  # noqa: BLE001 (told to all ranks, which raise it)
+            order = OpenStore(timeout_seconds=self._ranks.timeout_seconds)
+            found = self._writer.ask(order, StoreOpened).address
+        except Exception as error:  # noqa: BLE001 (raised on all ranks)
             return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
         body = {"hosts": list(found.hosts), "port": found.port, "boot": found.boot}
         return json.dumps(body).encode()
 
     def agree(self, problem: BaseException | None) -> Sequence[_Said]:
         """What all ranks say when none has a problem. Raises one error on all of them."""
-        told = self._told(problem, None)
-        self._raise_first(told, problem)
-        return told
+        heard = self._exchanged(problem, None)
+        self._raise_first(heard, problem)
+        return heard
 
     def outcome(self, report: SaveReport | None, problem: BaseException | None) -> SaveReport:
         """What became of a save: committed on all ranks when any writer knows that it is, as those
         of others may have died before they heard of it. Raises one error on all of them."""
         try:
-            told = self._told(problem, report)
+            heard = self._exchanged(problem, report)
         except CheckpointError:
             if report is not None:
                 return report  # it is durable, whoever has died since
             if problem is not None:
                 raise problem  # noqa: B904 (says more than that a rank is gone, too)
             raise
-        for said in told:
+        for said in heard:
             if said.report is not None:
                 if problem is not None and not isinstance(problem, Exception):
                     raise problem
                 return report or SaveReport(**said.report)
-        self._raise_first(told, problem)
+        self._raise_first(heard, problem)
         raise CheckpointError("a save has ended on no rank")
 
-    def _told(self, problem: BaseException | None, report: SaveReport | None) -> Sequence[_Said]:
+    def _exchanged(
+        self, problem: BaseException | None, report: SaveReport | None
+    ) -> Sequence[_Said]:
         writer = self._writer
         gone = writer.parted or isinstance(problem, WriterGone)
         gone = gone or (problem is not None and not isinstance(problem, Exception))
@@ -133,20 +131,20 @@ class WriterGroup:
             mine |= {"error": str(problem) if known else f"{kind}: {problem}", "kind": kind}
         if report is not None:
             mine["report"] = report.as_dict()
-        heard = self._ranks.all_gather(json.dumps(mine).encode(), RankChannel.SAVER)
-        told = [_Said(**json.loads(said)) for said in heard]
-        if any(said.gone for said in told):  # what is left of them votes no more
+        messages = self._ranks.all_gather(json.dumps(mine).encode(), RankChannel.SAVER)
+        heard = [_Said(**json.loads(said)) for said in messages]
+        if any(said.gone for said in heard):  # what is left of them votes no more
             writer.parted = True
             self._joined = ()
-        return told
+        return heard
 
-    def _raise_first(self, told: Sequence[_Said], problem: BaseException | None) -> None:
+    def _raise_first(self, heard: Sequence[_Said], problem: BaseException | None) -> None:
         """Raise what the first rank with a problem has met: one class and text on all ranks."""
         if problem is not None and not isinstance(problem, Exception):
             raise problem
-        for rank, said in enumerate(told):
+        for rank, said in enumerate(heard):
             if said.kind:
-                if any(other.gone for other in told):
+                if any(other.gone for other in heard):
                     raise WriterGone(f"a writer process is gone: {said.error}") from problem
                 kind = getattr(errors, said.kind, CheckpointError)
                 text = said.error if rank == 0 else f"rank {rank}: {said.error}"
