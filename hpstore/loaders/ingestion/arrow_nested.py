@@ -3,7 +3,7 @@ untyped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,17 +70,3 @@ def with_none(convert: Convert) -> Convert:
         return found
 
     return values
-
-
-def has_null(leaves: Mapping[str, Any], name: str) -> bool | None:
-    """Whether a Parquet column chunk has a null, by the statistics of its leaves; None: they do not
-    say. A leaf of a list counts empty lists, too.
-
-    `leaves`: statistics by the leaf's path.
-    """
-    if not all(one is not None and one.has_null_count for one in leaves.values()):
-        return None
-    counts: list[int] = [one.null_count for one in leaves.values()]
-    if not sum(counts):
-        return False
-    return True if list(leaves) == [name] else None

@@ -26,7 +26,7 @@ from hpstore.loaders.ingestion.arrow_classes import (
     is_categorical,
     recorded_classes,
 )
-from hpstore.loaders.ingestion.arrow_nested import Convert, has_null, json_column, with_none
+from hpstore.loaders.ingestion.arrow_nested import Convert, json_column, with_none
 from hpstore.loaders.ingestion.hive_partitions import Partitions, root_of
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -176,16 +176,13 @@ class ArrowTables(BlockwiseSource):
         return {CLASSES: found} if found else {}
 
     def _has_null(self, block: _Block, name: str) -> bool:
-        """Whether a column has a null in a block; none in one that cannot be read."""
-        if block.problem:
+        """Whether a column has a null in a block; none in one that cannot be read.
+
+        The column is read: pyarrow 26 crashes on statistics of a malformed Parquet file.
+        """
+        if not self._schema.field(name).nullable:
             return False
-        try:
-            found = _null_by_statistics(self._arrow, block, name)
-        except (self._arrow.ArrowException, OSError, *MALFORMED):
-            return False
-        if found is None:
-            return any(batch.column(0).null_count for batch in self._readable(block, name))
-        return found
+        return any(batch.column(0).null_count for batch in self._readable(block, name))
 
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every file."""
@@ -315,18 +312,6 @@ def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
                 yield batch.select(list(names))
         else:
             yield arrow.ipc.open_file(mapped).get_batch(block.part).select(list(names))
-
-
-def _null_by_statistics(arrow: Any, block: _Block, name: str) -> bool | None:
-    """Whether the statistics of a row group count nulls; None: it must be read."""
-    if not _is_parquet(block.file):
-        return None
-    with arrow.parquet.ParquetFile(block.file) as opened:
-        group = opened.metadata.row_group(block.part)
-        leaves = [group.column(place) for place in range(group.num_columns)]
-        found = {one.path_in_schema: one.statistics for one in leaves}
-        mine = {p: s for p, s in found.items() if p == name or p.startswith(f"{name}.")}
-        return has_null(mine, name)
 
 
 def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
