@@ -12,7 +12,15 @@ import pytest
 
 from hpstore import loaders
 from hpstore.errors import ConfigError
-from hpstore.loaders import Cache, DataLoader, DatasetWriter, GpuTransfer, LoaderMemory, ingest
+from hpstore.loaders import (
+    Cache,
+    DataLoader,
+    DatasetWriter,
+    GpuTransfer,
+    LoaderMemory,
+    Mixture,
+    ingest,
+)
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB, bytes_argument
 from tests.integration.data_sets import make_pool
@@ -48,11 +56,23 @@ def use_cache(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
     Cache(**{"memory_bytes": "1MiB", **disk, **options}).close()
 
 
+def use_order(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
+    mixed = Mixture([write(pool, "loaded", PLAIN, 3, overwrite=True)], [1])
+    assert mixed.order("window", 0, **options).samples == 3
+
+
+def use_source_orders(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
+    mixed = Mixture([write(pool, "loaded", PLAIN, 3, overwrite=True)], [1])
+    assert [order.samples for order in mixed.source_orders("window", 0, **options)] == [3]
+
+
 USES: dict[str, Use] = {
     "Cache": use_cache,
     "DatasetWriter": use_writer,
     "GpuTransfer": use_transfer,
     "LoaderMemory": use_memory,
+    "Mixture.order": use_order,
+    "Mixture.source_orders": use_source_orders,
     "ingest": use_ingest,
 }
 

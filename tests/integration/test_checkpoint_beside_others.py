@@ -313,7 +313,7 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
         Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
     ):
         save(ckpt, 1)
-        collect_between(harness, monkeypatch, "dead_saves._decide")
+        collect_between(harness, monkeypatch, "dead_saves.decide")
         remove = SaveJob._remove_own
         monkeypatch.setattr(SaveJob, "_remove_own", lambda job: None)  # it is killed, too
         with pytest.raises(CheckpointError, match="took this save for dead"):
@@ -384,7 +384,7 @@ def test_a_mark_is_gone_on_from_wherever_its_collector_was_killed(
         def fail(*_: object, **__: object) -> None:
             raise CheckpointError("killed")
 
-        where = "_delete" if kills == "before the note goes" else "_decide"
+        where = "_delete" if kills == "before the note goes" else "decide"
         with monkeypatch.context() as patch:
             patch.setattr(f"hpstore.checkpoint.catalog.dead_saves.{where}", fail)
             assert steps.collect_garbage() == 0
@@ -393,7 +393,7 @@ def test_a_mark_is_gone_on_from_wherever_its_collector_was_killed(
         assert len(listing.attempts) == (where == "_delete")
         assert segment in pool.list()
         with monkeypatch.context() as patch:  # and once more
-            patch.setattr("hpstore.checkpoint.catalog.dead_saves._decide", fail)
+            patch.setattr("hpstore.checkpoint.catalog.dead_saves.decide", fail)
             assert steps.collect_garbage() == 0
         assert not steps.listing().attempts
         assert pool.list() == pool.list(f"{prefix}/")

@@ -216,8 +216,8 @@ def _plain_dcp(path: Path) -> Any:
         return read_plain_dcp(path)
     except (CheckpointError, MalformedFile) as error:
         raise type(error)(
-            f"{error} Nothing was imported. If you trust the directory, torch reads it and runs "
-            "its code: --allow-pickle (allow_pickle=True)"
+            f"{str(error).removesuffix('.')}. Nothing was imported. If you trust the directory, "
+            "torch reads it and runs its code: --allow-pickle (allow_pickle=True)"
         ) from error
 
 

@@ -17,7 +17,7 @@ from hpstore.loaders.sampling.mixture_order import MixtureOrder, Sources, source
 from hpstore.loaders.sampling.mixture_shares import Stop, WeightSteps, require_stop, schedule_of
 from hpstore.loaders.sampling.order import PERMUTATION_SAMPLES, Order
 from hpstore.loaders.sampling.random_draws import Indices, derive_seed
-from hpstore.units import MIB, whole_argument
+from hpstore.units import MIB, bytes_argument, whole_argument
 
 WINDOW_BYTES = 64 * MIB
 
@@ -254,7 +254,7 @@ class Mixture:
         )
         return made
 
-    def source_orders(self, shuffle: str, seed: int, window_bytes: int) -> list[Order]:
+    def source_orders(self, shuffle: str, seed: int, window_bytes: int | str) -> list[Order]:
         """Make the order of each source, by itself.
 
         Parameters
@@ -262,7 +262,7 @@ class Mixture:
         shuffle, seed
             As of order().
         window_bytes
-            Of the windows of each.
+            Of the windows of each, a number or text.
 
         Returns
         -------
@@ -274,6 +274,7 @@ class Mixture:
         ConfigError
             The seed cannot be used, or a ConcatDataset has no windows.
         """
+        window_bytes = bytes_argument("window_bytes", window_bytes)
         tables = PERMUTATION_SAMPLES // len(self.sources)  # else 200 of them take seconds
         return [
             source_order(
@@ -287,7 +288,9 @@ class Mixture:
             for number, source in enumerate(self.sources)
         ]
 
-    def order(self, shuffle: str, seed: int, *, window_bytes: int = WINDOW_BYTES) -> MixtureOrder:
+    def order(
+        self, shuffle: str, seed: int, *, window_bytes: int | str = WINDOW_BYTES
+    ) -> MixtureOrder:
         """Make the order of a loader.
 
         Parameters
@@ -298,7 +301,7 @@ class Mixture:
         seed
             0 <= seed < 2**64. It determines the order, with the datasets' sizes and the weights.
         window_bytes
-            Of the windows of all datasets together.
+            Of the windows of all datasets together, a number or text.
 
         Returns
         -------
@@ -314,7 +317,7 @@ class Mixture:
             raise ConfigError(
                 f'shuffle {shuffle!r} of a mixture: choose "global", "window" or "none"'
             )
-        each = max(1, window_bytes // len(self.sources))
+        each = max(1, bytes_argument("window_bytes", window_bytes) // len(self.sources))
         orders = self.source_orders(shuffle, seed, each)
         length = self.epoch_length([order.length for order in orders])
         return MixtureOrder(orders, self.schedule, seed, length=length)
