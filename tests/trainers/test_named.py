@@ -279,7 +279,7 @@ def test_a_missing_trainer_names_its_extra(
 ) -> None:
     """Without the package: an ImportError with the command that brings it; others still import."""
     pytest.importorskip(package)  # whole: one that is stopped half way cannot be imported again
-    for module in ("lightning", "huggingface", "torch_checkpointing"):
+    for module in ("lightning", "huggingface", "accelerate_states", "torch_checkpointing"):
         monkeypatch.delitem(sys.modules, f"hpstore.trainers.{module}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ImportError, match=rf"pip install 'hpstore\[{extra}\]'"):

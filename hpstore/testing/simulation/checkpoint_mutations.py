@@ -46,7 +46,7 @@ def _no_bar(exchange: Exchange) -> None:
     """Rule 18: the note of a dead save goes, its manifest's put is left to itself."""
     from hpstore.checkpoint.catalog import dead_saves
 
-    exchange(dead_saves, "_decide", lambda pool, manifest, *, replaces: None)
+    exchange(dead_saves, "decide", lambda pool, manifest, *, replaces: None)
 
 
 def _withdraws(exchange: Exchange) -> None:
@@ -66,7 +66,7 @@ def _withdraws(exchange: Exchange) -> None:
             raise
         return report
 
-    exchange(dead_saves, "_decide", lambda pool, manifest, *, replaces: None)
+    exchange(dead_saves, "decide", lambda pool, manifest, *, replaces: None)
     exchange(SaveJob, "_require_noted", lambda job: None)
     exchange(SaveJob, "_publish", withdraw)
 
