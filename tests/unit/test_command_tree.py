@@ -95,6 +95,7 @@ def test_help_shows_groups_and_short_names_apart() -> None:
         "dataset",
         "agent",
         "health",
+        "memory",
     ]
 
 
