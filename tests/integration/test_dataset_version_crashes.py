@@ -62,7 +62,7 @@ def labels(pool: Pool, version: str | None = None) -> list[int]:
 
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_power_cut_leaves_one_version_or_the_other_whole(tmp_path: Path, kind: str) -> None:
-    """PROTOCOL 2, 8: all of the change or nothing; the version before is read either way."""
+    """PROTOCOL 25: all of the change or nothing; the version before is read either way."""
     change, after = CHANGES[kind]
     seen, crash_at, finished = set(), 3, False
     while not finished:
@@ -123,7 +123,7 @@ def test_a_power_cut_while_a_version_goes_takes_nothing_else(tmp_path: Path) -> 
 def test_a_change_of_unclear_fate_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PROTOCOL 8: an unacknowledged put may be visible; then its samples must be there."""
+    """PROTOCOL 8, 25: an unacknowledged put may be visible; then its samples must be there."""
     put = Pool.put
 
     def fails_late(self: Pool, key: str, *args: object, **options: object) -> object:

@@ -390,7 +390,7 @@ def write_part(pool: Pool, part: int) -> None:
 
 
 def test_a_damaged_version_keeps_what_it_may_name(pool: Pool) -> None:
-    """Nothing is removed while it is not known whose it is; the newest version is read."""
+    """PROTOCOL 25: nothing is removed while it is not known whose it is; the newest one is read."""
     write_samples(pool, "a", range(20))
     append(pool, range(20, 22))
     append(pool, range(22, 23))
