@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import mmap
 import os
@@ -21,6 +22,8 @@ Int64s = npt.NDArray[np.int64]
 MOST_SEGMENTS = 512
 LOW_SHARE = 0.05  # of the memory that there was: with less available, what is unused is freed
 _BLOCK_BYTES = 512  # of st_blocks
+# who maps a file that another process cuts short dies by SIGBUS
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Refused(Exception):
@@ -127,7 +130,12 @@ class Keeper:
         return None
 
     def _make_room(self, needed: int, bound: int) -> None:
-        """Free unused segments, those that were used last at last. Raises Refused."""
+        """Free unused segments, those that were used last at last. Raises Refused, and frees none
+        where that would not be enough.
+        """
+        in_use = sum(s.promised_bytes for s in self._segments.values() if s.users)
+        if in_use + needed > bound:
+            raise Refused(_above(needed, in_use, bound))
         unused = sorted(
             (s for s in self._segments.values() if not s.users), key=lambda s: s.unused_since
         )
@@ -137,15 +145,13 @@ class Keeper:
             kept -= gone.promised_bytes
             self._drop(gone)
         if kept + needed > bound or len(self._segments) >= MOST_SEGMENTS:
-            raise Refused(
-                f"{format_bytes(needed)} more than the {format_bytes(kept)} of datasets in use are "
-                f"above the bound of {format_bytes(bound)}"
-            )
+            raise Refused(_above(needed, kept, bound))
 
     def _make(self, key: str, name: str, pool: str, shape: SegmentShape) -> KeptSegment:
-        descriptor = os.memfd_create("hpstore-node", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("hpstore-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, shape.file_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             table = mmap.mmap(descriptor, shape.pages * ENTRY_BYTES)
         except (OSError, ValueError) as error:
             os.close(descriptor)
@@ -259,3 +265,10 @@ class Keeper:
             }
             for segment in self._segments.values()
         ]
+
+
+def _above(needed: int, kept: int, bound: int) -> str:
+    return (
+        f"{format_bytes(needed)} more than the {format_bytes(kept)} of datasets in use are "
+        f"above the bound of {format_bytes(bound)}"
+    )

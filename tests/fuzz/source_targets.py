@@ -17,6 +17,7 @@ from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.image_checks import image_problem
 from hpstore.loaders.ingestion.numpy_source import numpy_files
 from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
+from hpstore.loaders.ingestion.tfrecord_source import masked_crc, read_frames
 from hpstore.loaders.ingestion.token_source import token_files
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 from tests.fuzz.engine import Target
@@ -228,7 +229,23 @@ def take_idx(data: bytes) -> None:
     take_source(token_files(scratch("megatron.idx", data)))
 
 
+def frame_seeds() -> list[bytes]:
+    records = (b"", b"one record", bytes(300))
+    framed = []
+    for data in records:
+        length = struct.pack("<Q", len(data))
+        framed += [length, struct.pack("<I", masked_crc(length))]
+        framed += [data, struct.pack("<I", masked_crc(data))]
+    return [b"".join(framed), b"".join(framed[:4])]
+
+
+def take_frames(data: bytes) -> None:
+    for _ in read_frames(scratch("frames.tfrecord", data)):
+        pass
+
+
 SOURCE_TARGETS = [
+    Target(name="tfrecord-frames", run=take_frames, seeds=frame_seeds),
     Target(name="megatron-idx", run=take_idx, seeds=idx_seeds),
     Target(
         name="tar", run=take_tar, seeds=tar_seeds, take_apart=tar_blocks, put_together=tar_checked

@@ -10,8 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.save.copy_gate import CopyGate
-from hpstore.checkpoint.save.writer_client import WriterClient
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ConfigError, VersionConflict
+from tests.fault.common import poll
 from tests.integration.nets import Net, adamw, same, train
+from tests.integration.writer_cases import alive, writer
 
 BIG = 600_000  # floats: too many bytes for a manifest
 
@@ -45,29 +45,6 @@ def checkpointer(pool: hpstore.Pool, **options: Any) -> Checkpointer:
     return Checkpointer(
         pool, "run", keep_last=keep, save=SaveOptions(background="process", **options)
     )
-
-
-def writer(ckpt: Checkpointer) -> WriterClient:
-    found = ckpt.saver._writing.writer
-    assert found is not None
-    return found
-
-
-def until(what: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for it, or fail."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
-
-
-def alive(process: int) -> bool:
-    """Whether it runs, or stands; a zombie does neither."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +194,7 @@ def test_dropped_writers_are_no_zombies(pool: hpstore.Pool) -> None:
     processes = [writer(ckpt).process_id for ckpt in gone]
     del gone
     gc.collect()
-    until(lambda: not any(alive(process) for process in processes), seconds=60)
+    poll(60.0, lambda: not any(alive(process) for process in processes))
     with checkpointer(pool):
         assert not any(Path(f"/proc/{process}").exists() for process in processes)
 
@@ -248,7 +225,7 @@ def test_a_writer_that_was_killed_is_started_again(pool: hpstore.Pool) -> None:
         state = {"w": torch.ones(BIG)}
         ckpt.save(1, state).result()
         os.kill(writer(ckpt).process_id, signal.SIGKILL)
-        until(lambda: not alive(writer(ckpt).process_id))
+        poll(30.0, lambda: not alive(writer(ckpt).process_id))
         assert ckpt.save(2, state).result().referenced_bytes == 0
         assert ckpt.save(3, state).result().referenced_bytes == 4 * BIG
         assert writer(ckpt).restarts_total == 1
@@ -296,7 +273,7 @@ def test_it_ends_with_its_checkpointer(
         assert not alive(process)
     del ckpt
     gc.collect()
-    until(lambda: not alive(process), seconds=20)
+    poll(20.0, lambda: not alive(process))
     assert not caplog.records
 
 
@@ -374,7 +351,7 @@ def test_a_save_is_finished_when_the_trainer_is_gone(
     )
     assert run.returncode in (code, -signal.SIGINT if code == 130 else code), run.stderr
     process = int(run.stdout)
-    until(lambda: not alive(process), seconds=60)
+    poll(60.0, lambda: not alive(process))
     with Checkpointer(pool, "run") as ckpt:
         found = {"w": torch.zeros(20000000, dtype=torch.int64)}
         assert ckpt.restore(found) == 2

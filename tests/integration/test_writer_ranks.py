@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +11,13 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.save.writer_client import WriterClient
 from hpstore.errors import CheckpointError
+from tests.fault.common import poll
 from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration.writer_cases import alive, writer
 
 PROCESS = SaveOptions(background="process", warm=False, commit_seconds=60)
 BIG = 600_000
-
-
-def writer(ckpt: Checkpointer) -> WriterClient:
-    found = ckpt.saver._writing.writer
-    assert found is not None
-    return found
-
-
-def until(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for it, or fail."""
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, "it does not happen"
-        time.sleep(0.01)
-
-
-def alive(process: int) -> bool:
-    """Whether it runs, or stands; a zombie does neither."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"
 
 
 def note_writer(ckpt: Checkpointer, directory: Path, rank: int) -> int:
@@ -54,7 +30,7 @@ def note_writer(ckpt: Checkpointer, directory: Path, rank: int) -> int:
 def require_none_left(directory: Path) -> None:
     found = [int(path.name.rpartition("-")[2]) for path in directory.glob("writer-*")]
     assert found
-    until(lambda: not any(alive(process) for process in found))
+    poll(60.0, lambda: not any(alive(process) for process in found))
 
 
 def state_of(ckpt: Checkpointer, rank: int, step: int, size: int = BIG) -> dict[str, Any]:
@@ -119,9 +95,9 @@ def die_when_all_is_handed_over(rank: int, world: int, directory: Path, ends: st
         handle = ckpt.save(2, state_of(ckpt, rank, 2))
         client = writer(ckpt)
         os.kill(client.process_id, signal.SIGCONT)
-        until(lambda: client.handed_over)
+        poll(60.0, lambda: client.handed_over)
         (directory / f"handed-{rank}").touch()
-        until(lambda: len(list(directory.glob("handed-*"))) == world)
+        poll(60.0, lambda: len(list(directory.glob("handed-*"))) == world)
         if ends == "all" or rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         assert handle.result().step == 2
@@ -156,7 +132,7 @@ def die_before_it_is_handed_over(rank: int, world: int, directory: Path, ends: s
         ckpt.save(2, state_of(ckpt, rank, 2))
         if ends == "all" and rank != world - 1:
             client = writer(ckpt)
-            until(lambda: client.handed_over)
+            poll(60.0, lambda: client.handed_over)
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(CheckpointError, match="step 2 is not committed, step 1 is still"):
             ckpt.wait()

@@ -104,6 +104,14 @@ def test_pages_that_do_not_exist_and_segments_of_others_are_refused(keeper: Keep
             claim(keeper, session, one, *pages)
 
 
+def test_who_uses_a_segment_cannot_cut_it_short(keeper: Keeper) -> None:
+    """Others map it: they would die by SIGBUS."""
+    one = attach(keeper, 1)
+    for size in (0, one.shape.file_bytes + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(one.descriptor, size)
+
+
 def test_the_dataset_that_was_used_last_stays_longest(keeper: Keeper, clock: Hands) -> None:
     for number, key in enumerate(["a", "b", "c"]):
         fill(attach(keeper, number, key))
@@ -120,6 +128,15 @@ def test_a_dataset_in_use_is_not_freed_for_another(keeper: Keeper) -> None:
     with pytest.raises(Refused, match="above the bound"):
         attach(keeper, 2, "b", bound_bytes=7 * MIB)
     assert [found["dataset"] for found in keeper.listing()] == ["a"]
+
+
+def test_nothing_is_freed_for_what_has_no_room_all_the_same(keeper: Keeper) -> None:
+    """A dataset above the bound would only take the others away."""
+    attach(keeper, 1)
+    keeper.leave(1)
+    with pytest.raises(Refused, match="above the bound"):
+        attach(keeper, 2, "large", bound_bytes=SHAPE.needed_bytes - 1)
+    assert [found["key"] for found in keeper.listing()] == ["k"]
 
 
 def test_another_shape_is_another_segment(keeper: Keeper) -> None:

@@ -168,7 +168,7 @@ def test_a_tfrecord_that_is_damaged_anywhere_is_found(tmp_path: Path) -> None:
 def test_features_of_examples(tmp_path: Path) -> None:
     """One value each is a scalar, more are ragged; several bytes are refused."""
     example = pytest.importorskip("tfrecord.example_pb2", reason="needs tfrecord (its extra)")
-    from hpstore.loaders.ingestion.tfrecord_source import _masked
+    from hpstore.loaders.ingestion.tfrecord_source import masked_crc
 
     def write(*features: dict[str, Any]) -> Path:
         raw = b""
@@ -180,7 +180,12 @@ def test_features_of_examples(tmp_path: Path) -> None:
                 kinds.get(type(values[0]), feature.int64_list).value.extend(values)
             data = made.SerializeToString()
             head = struct.pack("<Q", len(data))
-            raw += head + struct.pack("<I", _masked(head)) + data + struct.pack("<I", _masked(data))
+            raw += (
+                head
+                + struct.pack("<I", masked_crc(head))
+                + data
+                + struct.pack("<I", masked_crc(data))
+            )
         (tmp_path / "a.tfrecord").write_bytes(raw)
         return tmp_path / "a.tfrecord"
 

@@ -266,7 +266,7 @@ def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
             if not _same(steps, step, data):
                 raise
     for protection, step in record.protections.items():
-        if step in copies and not is_hold(protection):  # nobody may be left to let a hold go
+        if step in copies and not is_hold(protection):  # its evaluator may be gone
             _protect_again(steps, record.name, step, protection)
     lost = [step for step in record.hidden if step not in copies]
     if lost:

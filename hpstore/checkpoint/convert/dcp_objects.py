@@ -52,7 +52,7 @@ def write_dcp_objects(
         raise
     try:
         _commit(place, metadata, version)
-    except BaseException as error:  # it may be there all the same: what is left goes next time
+    except BaseException as error:  # it may have committed: the next call removes what is left
         if _is_certainly_old(place, version, error):
             _remove_all(place, parts.names)
         raise

@@ -50,10 +50,10 @@ class NodePages(Closing):
         self.session.connect()
         return self._bound(self.session.taken_bytes)
 
-    def use(self, stream: Stream, *, start: bool) -> SegmentUse | None:
+    def use(self, stream: Stream, *, start: bool, room: bool = True) -> SegmentUse | None:
         """The segment of a stream, asked for once; None where there is none, or none yet.
 
-        `start` a keeper where none runs: that takes time.
+        `start` a keeper where none runs: that takes time. Without `room` one that is there already.
         """
         with self._starting:
             if stream.number in self._uses:
@@ -62,7 +62,7 @@ class NodePages(Closing):
                 if start:
                     self._note(stream, None)
                 return None
-            return self._note(stream, self._attached(stream))
+            return self._note(stream, self._attached(stream, room=room))
 
     def _note(self, stream: Stream, use: SegmentUse | None) -> SegmentUse | None:
         """What it is for good."""
@@ -71,19 +71,20 @@ class NodePages(Closing):
         self._uses[stream.number] = use
         return use
 
-    def _attached(self, stream: Stream) -> SegmentUse | None:
+    def _attached(self, stream: Stream, *, room: bool) -> SegmentUse | None:
         return self.session.attach(
             self._key(stream),
             name=self._data.name,
             pool=self._data.pool.config.name,
             shape=shape_of(self._data, stream),
-            bound_bytes=self.bound_bytes(),
+            bound_bytes=self.bound_bytes() if room else 0,
             keep_seconds=self._keep,
         )
 
-    def use_all(self, streams: Iterable[Stream]) -> bool:
-        """Whether there is a segment for each of them; waits for a keeper to start."""
-        return all(self.use(stream, start=True) is not None for stream in streams)
+    def use_all(self, streams: Iterable[Stream], *, room: bool) -> bool:
+        """Whether there is a segment for each of them; waits for a keeper to start, unless there is
+        no `room` for what it does not have."""
+        return all(self.use(s, start=room, room=room) is not None for s in streams)
 
     def _key(self, stream: Stream) -> str:
         """What pages are of: the manifest names every part by a nonce, and how it is stored."""

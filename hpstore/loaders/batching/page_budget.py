@@ -53,14 +53,15 @@ class PageBudget:
     def keeps_all(self, streams: Sequence[Stream], node: NodePages | None) -> bool:
         """Whether all pages of these streams stay in memory, this process's own or the node's.
 
-        One copy serves all ranks of a node: with a keeper they need not divide the quarter.
+        One copy serves all ranks of a node: with a keeper they need not divide the quarter. What
+        lies in the node's memory already is used, however little room there is for more.
         """
         needed = sum(PageMemory.bytes_needed(s, int(s.page_starts[-1])) for s in streams)
         if needed <= self.own_bytes:
             return True
-        if node is None or not self.auto or needed > node.bound_bytes() * self.part:
+        if node is None or not self.auto:
             return False
-        return node.use_all(streams)
+        return node.use_all(streams, room=needed <= node.bound_bytes() * self.part)
 
 
 def page_budget(cache: object, memory: LoaderMemory) -> PageBudget:

@@ -20,7 +20,7 @@ from hpstore.loaders.ingestion.arrow_source import pyarrow_of
 from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRORS, decompressed
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
-    BlockwiseSource,
+    InferredFields,
     SourceItem,
     digest_of,
     printable,
@@ -41,7 +41,7 @@ _BOOLEANS |= {b"false": False, b"False": False, b"FALSE": False}
 Row = tuple[bytes, ...]
 
 
-class CsvFiles(BlockwiseSource):
+class CsvFiles(InferredFields):
     """Rows of CSV files with a header. A row with more or fewer values is a bad record.
 
     Fields are inferred from the first 1000 rows (csv_fields), or what the user says that they are.
@@ -56,6 +56,7 @@ class CsvFiles(BlockwiseSource):
         delimiter: str = "",
         storage: Mapping[str, object] | None = None,
     ) -> None:
+        super().__init__()
         self._arrow = pyarrow_of("CSV files")
         self.where = printable(str(where))
         self._delimiter = delimiter
@@ -64,18 +65,6 @@ class CsvFiles(BlockwiseSource):
         self._files = source_files(where, TABLE_TEXT, storage or {})
         self.blocks = len(self._files)
         self._header: list[str] | None = None
-        self._names: list[str] | None = None
-        self._types: dict[str, Field] = {}
-        self._fields: dict[str, Field] | None = None
-
-    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
-        self._names, self._types, self._fields = list(names), dict(types), None
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        if self._fields is None:
-            self._fields = self._found()
-        return self._fields
 
     def _columns(self) -> list[str]:
         """The header of the first file that can be read; those of all are alike. Raises

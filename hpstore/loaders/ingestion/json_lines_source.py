@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any
@@ -20,7 +20,7 @@ from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRO
 from hpstore.loaders.ingestion.json_schema import json_fields, json_value
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
-    BlockwiseSource,
+    InferredFields,
     SourceItem,
     digest_of,
     printable,
@@ -45,7 +45,7 @@ class _Part:
     stop: int | None = None
 
 
-class JsonLines(BlockwiseSource):
+class JsonLines(InferredFields):
     """Objects of JSON Lines. A line that is no object, or lacks a field, is a bad record.
 
     Fields are those of the first 1000 objects (json_fields), or what the user says that they are.
@@ -56,6 +56,7 @@ class JsonLines(BlockwiseSource):
     def __init__(
         self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
     ) -> None:
+        super().__init__()
         self.where = printable(str(where))
         self._files = source_files(where, JSON_LINES, storage or {})
         self._parts: list[_Part] = []
@@ -67,18 +68,6 @@ class JsonLines(BlockwiseSource):
                 first = block * BLOCK_BYTES
                 self._parts.append(_Part(file=file, first=first, stop=first + BLOCK_BYTES))
         self.blocks = len(self._parts)
-        self._names: list[str] | None = None
-        self._types: dict[str, Field] = {}
-        self._fields: dict[str, Field] | None = None
-
-    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
-        self._names, self._types, self._fields = list(names), dict(types), None
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        if self._fields is None:
-            self._fields = self._found()
-        return self._fields
 
     def _found(self) -> dict[str, Field]:
         """By the user, else by the first objects. Raises ConfigError, IngestError."""

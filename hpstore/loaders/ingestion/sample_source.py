@@ -120,6 +120,31 @@ class BlockwiseSource(Source):
         """Records of a block from number `start` on, in their order."""
 
 
+class InferredFields(BlockwiseSource):
+    """A source without a schema: its fields are inferred when they are asked for the first time.
+
+    `_names`: the fields that the user takes, None: all; `_types`: what some of them are.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[str] | None = None
+        self._types: dict[str, Field] = {}
+        self._fields: dict[str, Field] | None = None
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        self._names, self._types, self._fields = list(names), dict(types), None
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        if self._fields is None:
+            self._fields = self._found()
+        return self._fields
+
+    @abstractmethod
+    def _found(self) -> dict[str, Field]:
+        """What the first records have, and what the user says. Raises ConfigError, IngestError."""
+
+
 def in_order(
     submit: Callable[[int], Future[SourceItem]],
     indices: Iterable[int],

@@ -22,7 +22,7 @@ from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, decompress
 from hpstore.loaders.ingestion.infer_fields import infer_fields
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
-    BlockwiseSource,
+    InferredFields,
     SourceItem,
     digest_of,
     printable,
@@ -35,7 +35,7 @@ LOOKED_AT = 1000
 _PIECE_BYTES = MIB
 
 
-class TfRecords(BlockwiseSource):
+class TfRecords(InferredFields):
     """Examples of TFRecord files; a block is a file. What has another checksum is a bad record.
 
     A feature is a scalar (int64, float32) or bytes where each of the first 1000 examples has one
@@ -47,6 +47,7 @@ class TfRecords(BlockwiseSource):
     def __init__(
         self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
     ) -> None:
+        super().__init__()
         try:
             from tfrecord.example_pb2 import Example
         except ImportError as error:
@@ -55,18 +56,6 @@ class TfRecords(BlockwiseSource):
         self.where = printable(str(where))
         self._files = source_files(where, TFRECORD, storage or {})
         self.blocks = len(self._files)
-        self._names: list[str] | None = None
-        self._types: dict[str, Field] = {}
-        self._fields: dict[str, Field] | None = None
-
-    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
-        self._names, self._types, self._fields = list(names), dict(types), None
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        if self._fields is None:
-            self._fields = self._found()
-        return self._fields
 
     def _found(self) -> dict[str, Field]:
         if self._names is not None and all(name in self._types for name in self._names):
@@ -176,7 +165,7 @@ def read_frames(file: SourceFile) -> Iterator[tuple[bytes, str]]:
         with decompressed(file) as stream:
             while head := stream.read(12):
                 length, masked = struct.unpack("<QI", head)
-                if _masked(head[:8]) != masked:
+                if masked_crc(head[:8]) != masked:
                     yield b"", f"the length of record {count} is damaged: nothing is read behind it"
                     return
                 if length > most:
@@ -187,7 +176,7 @@ def read_frames(file: SourceFile) -> Iterator[tuple[bytes, str]]:
                 if len(data) < length or len(tail) < 4:
                     yield b"", f"it is cut short in record {count}"
                     return
-                good = struct.unpack("<I", tail)[0] == _masked(data)
+                good = struct.unpack("<I", tail)[0] == masked_crc(data)
                 yield (data, "") if good else (b"", "its bytes do not match their checksum")
                 count += 1
     except (*STREAM_ERRORS, *MALFORMED) as error:
@@ -204,7 +193,7 @@ def _read(stream: IO[bytes], length: int) -> bytes:
     return bytes(parts)
 
 
-def _masked(data: bytes) -> int:
+def masked_crc(data: bytes) -> int:
     """CRC-32C as TFRecord stores it."""
     crc = int(google_crc32c.value(data))
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -69,7 +69,32 @@ class SequenceSource(Order, Protocol):
         ...
 
 
-class PackedOrder:
+class SequencesOfOneSource:
+    """What orders of one source have in common. Classes below it set `length` and describe()."""
+
+    length: int
+    samples: int
+
+    @property
+    def sources(self) -> tuple[Self, ...]:
+        """Itself."""
+        return (self,)
+
+    def indices(self, epoch: int, start: int, stop: int) -> Indices:
+        """See Order: numbers of sequences, through all epochs."""
+        check_range(self, epoch, start, stop)
+        return np.arange(start, stop, dtype=np.int64) + epoch * self.length
+
+    def split(self, numbers: Indices) -> Sources:
+        """See SequenceOrder."""
+        return Sources(source=np.zeros(len(numbers), np.int64), sample=numbers)
+
+    def describe(self) -> dict[str, object]:
+        """See Order."""
+        raise NotImplementedError
+
+
+class PackedOrder(SequencesOfOneSource):
     """The sequences of one source, documents split where a sequence ends. A SequenceOrder.
 
     Parameters
@@ -110,20 +135,6 @@ class PackedOrder:
             )
         self._epochs: Recent[int, Indices] = Recent(EPOCHS_KEPT)
         self._prepared = 0  # the last epoch whose table was made before its time
-
-    @property
-    def sources(self) -> tuple[PackedOrder, ...]:
-        """Itself."""
-        return (self,)
-
-    def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """See Order: numbers of sequences, through all epochs."""
-        check_range(self, epoch, start, stop)
-        return np.arange(start, stop, dtype=np.int64) + epoch * self.length
-
-    def split(self, numbers: Indices) -> Sources:
-        """See SequenceOrder."""
-        return Sources(source=np.zeros(len(numbers), np.int64), sample=numbers)
 
     def describe(self) -> dict[str, object]:
         """See Order."""

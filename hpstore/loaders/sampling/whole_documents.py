@@ -13,16 +13,14 @@ import numpy.typing as npt
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.ragged_lengths import Lengths
-from hpstore.loaders.sampling.mixture_order import Sources
 from hpstore.loaders.sampling.order import (
     PERMUTATION_SAMPLES,
     GlobalOrder,
     Order,
     SequentialOrder,
     SubsetOrder,
-    check_range,
 )
-from hpstore.loaders.sampling.packed_order import Cuts
+from hpstore.loaders.sampling.packed_order import Cuts, SequencesOfOneSource
 from hpstore.loaders.sampling.random_draws import Indices
 
 WINDOW_DOCUMENTS = 16_384  # of which any may share a sequence: neighbours are read together
@@ -93,7 +91,7 @@ def _fit_window(rest: Indices, length: int, group: Indices, groups: int) -> int:
     return groups
 
 
-class WholeOrder:
+class WholeOrder(SequencesOfOneSource):
     """Sequences of one source that split no document that fits into one. A SequenceOrder.
 
     Parameters
@@ -141,20 +139,6 @@ class WholeOrder:
             if seed is None
             else GlobalOrder(self.length, seed, table_samples=table_samples)
         )
-
-    @property
-    def sources(self) -> tuple[WholeOrder, ...]:
-        """Itself."""
-        return (self,)
-
-    def indices(self, epoch: int, start: int, stop: int) -> Indices:
-        """See Order: numbers of sequences, through all epochs."""
-        check_range(self, epoch, start, stop)
-        return np.arange(start, stop, dtype=np.int64) + epoch * self.length
-
-    def split(self, numbers: Indices) -> Sources:
-        """See SequenceOrder."""
-        return Sources(source=np.zeros(len(numbers), np.int64), sample=numbers)
 
     def describe(self) -> dict[str, object]:
         """See Order."""
