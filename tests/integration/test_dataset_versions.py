@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -15,8 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import hpstore
-from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound, VersionConflict
+from hpstore.errors import ConfigError, IntegrityError, ObjectNotFound
 from hpstore.loaders import (
     DataLoader,
     Dataset,
@@ -32,11 +30,8 @@ from hpstore.loaders import (
     remove_orphans,
     verify_dataset,
 )
-from hpstore.loaders.dataset import dataset_versions
-from hpstore.loaders.dataset.dataset_manifest import DatasetManifest, manifest_key, version_key
-from hpstore.loaders.writer import dataset_changes
+from hpstore.loaders.dataset.dataset_manifest import manifest_key, version_key
 from hpstore.pool.pool import Pool
-from hpstore.units import KIB
 from tests.integration.data_sets import (
     FIELDS,
     SMALL,
@@ -45,30 +40,13 @@ from tests.integration.data_sets import (
     sample,
     write_samples,
 )
+from tests.integration.versioned import append, holds, names
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     with make_pool(tmp_path) as made:
         yield made
-
-
-def append(pool: Pool, numbers: range, **options: Any) -> None:
-    with DatasetWriter(pool, "a", FIELDS, append=True, shard_bytes=200 * KIB, **options) as writer:
-        for number in numbers:
-            writer.write(sample(number))
-
-
-def holds(data: Dataset, numbers: Any) -> bool:
-    """Whether a dataset is the samples of these numbers."""
-    assert len(data) == len(numbers)
-    for found, number in zip(data.__getitems__(range(len(data))), numbers, strict=True):
-        check_sample(found, number)
-    return True
-
-
-def names(pool: Pool) -> list[tuple[str, int, bool]]:
-    return [(found.name, found.rows, found.current) for found in list_versions(pool, "a")]
 
 
 @pytest.mark.parametrize("compression", [None, "lz4"])
@@ -258,61 +236,6 @@ def test_a_field_is_refused_that_is_there_or_does_not_fit(pool: Pool) -> None:
     assert pool.list("data/") == before
 
 
-def test_of_two_who_append_at_once_both_are_there(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The later one puts its samples behind those of the other, in a version of its own."""
-    write_samples(pool, "a", range(10))
-    late = DatasetWriter(pool, "a", FIELDS, append=True)
-    late.write(sample(30))
-    append(pool, range(20, 22))
-    late.close()
-    assert holds(Dataset(pool, "a"), [*range(10), 20, 21, 30])
-
-    keep = dataset_versions._keep
-
-    def overtaken(*args: Any) -> None:  # between the look at the newest version and the put
-        monkeypatch.setattr(dataset_versions, "_keep", keep)
-        append(pool, range(40, 41))
-        keep(*args)
-
-    monkeypatch.setattr(dataset_versions, "_keep", overtaken)
-    append(pool, range(50, 51))
-    assert holds(Dataset(pool, "a"), [*range(10), 20, 21, 30, 40, 50])
-    assert [version for version, _, _ in names(pool)] == ["v1", "v2", "v3", "v4", "v5"]
-
-
-def test_rows_go_beside_an_append_but_not_beside_another_change(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was appended meanwhile stays; of two who take rows away one is refused, nothing left."""
-    write_samples(pool, "a", range(10))
-    meanwhile(monkeypatch, lambda: append(pool, range(10, 12)))
-    delete_rows(pool, "a", [0])
-    assert holds(Dataset(pool, "a"), range(1, 12))
-
-    meanwhile(monkeypatch, lambda: delete_rows(pool, "a", [3]))
-    with pytest.raises(VersionConflict, match="changed by another process meanwhile"):
-        delete_rows(pool, "a", [5])
-    assert holds(Dataset(pool, "a"), [1, 2, 3, *range(5, 12)])
-    meanwhile(monkeypatch, lambda: append(pool, range(12, 13)))
-    with pytest.raises(VersionConflict, match="changed by another process meanwhile"):
-        add_field(pool, "a", "new", Field("int64"), range(10))
-    assert remove_orphans(pool, "a") == 0
-
-
-def meanwhile(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
-    """Another process does something right before the next change is published."""
-    change = dataset_versions.change_dataset
-
-    def late(*args: Any, **options: Any) -> DatasetManifest:
-        monkeypatch.setattr(dataset_changes, "change_dataset", change)
-        other()
-        return change(*args, **options)
-
-    monkeypatch.setattr(dataset_changes, "change_dataset", late)
-
-
 def test_what_is_appended_must_fit(pool: Pool, tmp_path: Path) -> None:
     """Errors at once, before anything is written."""
     with pytest.raises(ObjectNotFound, match="no data set 'a'"):
@@ -334,18 +257,6 @@ def test_what_is_appended_must_fit(pool: Pool, tmp_path: Path) -> None:
     append_nothing = names(pool)
     assert append_nothing == [("v1", 5, True)]
     assert pool.list("data/") == before
-
-
-def test_a_name_of_a_version_is_given_once(pool: Pool) -> None:
-    """The one who comes second is refused; what it wrote is gone."""
-    write_samples(pool, "a", range(5))
-    append(pool, range(5, 6), version="x")
-    append(pool, range(6, 7))
-    before = pool.list("data/")
-    with pytest.raises(VersionConflict, match="has a version 'x'; nothing was changed"):
-        append(pool, range(7, 8), version="x")
-    assert pool.list("data/") == before
-    assert holds(Dataset(pool, "a"), range(7))
 
 
 def test_a_version_is_deleted_with_what_no_other_names(pool: Pool) -> None:
@@ -406,26 +317,6 @@ def test_a_damaged_version_keeps_what_it_may_name(pool: Pool) -> None:
     assert pool.list("data/") == []
 
 
-def test_a_change_that_was_stopped_before_its_manifest_changes_nothing(pool: Pool) -> None:
-    """The manifest of the newest version is there twice then; the next change goes on."""
-    data = write_samples(pool, "a", range(20))
-    pool.put(version_key("a", 1, "v1"), data.manifest.encode())
-    assert names(pool) == [("v1", 20, True)]
-    assert holds(Dataset(pool, "a", version="v1"), range(20))
-    append(pool, range(20, 22))
-    assert names(pool) == [("v1", 20, False), ("v2", 22, True)]
-
-
-def test_a_record_of_a_deleted_data_set_is_not_taken_for_a_version(pool: Pool) -> None:
-    """It would be read as what it is not: the change is refused, and says what to do."""
-    other = write_samples(pool, "b", range(3))
-    pool.put(version_key("a", 1, "v1"), other.manifest.encode())
-    write_samples(pool, "a", range(20))
-    with pytest.raises(VersionConflict, match="is of a data set 'a' that was deleted"):
-        append(pool, range(20, 22))
-    assert holds(Dataset(pool, "a"), range(20))
-
-
 def test_an_older_hpstore_refuses_a_data_set_with_versions(pool: Pool) -> None:
     """It would remove what versions name. Without versions the bytes are as they were."""
     data = write_samples(pool, "a", range(5))
@@ -433,32 +324,6 @@ def test_an_older_hpstore_refuses_a_data_set_with_versions(pool: Pool) -> None:
     append(pool, range(5, 6))
     assert b'"format":2' in pool.get(manifest_key("a")).replace(b" ", b"")
     assert replace(data.manifest, version=1).encode() == pool.get(version_key("a", 1, "v1"))
-
-
-def _append_in_a_process(config: str, first: int) -> None:
-    with hpstore.open(config) as opened:
-        append(opened, range(first, first + 3))
-
-
-def test_processes_append_at_once(pool: Pool, tmp_path: Path) -> None:
-    """Four of them: all samples are there, each part in its order."""
-    write_samples(pool, "a", range(5))
-    context = multiprocessing.get_context("forkserver")
-    config = str(tmp_path / "pool.toml")
-    started = [
-        context.Process(target=_append_in_a_process, args=(config, 10 * n)) for n in range(1, 5)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-        assert process.exitcode == 0
-    data = Dataset(pool, "a")
-    labels = data.scalars("label", np.arange(len(data))).tolist()
-    assert labels[:5] == list(range(5))
-    triples = sorted(tuple(labels[at : at + 3]) for at in range(5, 17, 3))
-    assert triples == [(10 * n, 10 * n + 1, 10 * n + 2) for n in range(1, 5)]
-    assert [version for version, _, _ in names(pool)] == ["v1", "v2", "v3", "v4", "v5"]
 
 
 STEPS = st.lists(
