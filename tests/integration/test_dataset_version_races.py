@@ -12,8 +12,16 @@ import pytest
 
 import hpstore
 from hpstore.errors import VersionConflict
-from hpstore.loaders import Dataset, DatasetWriter, Field, add_field, delete_rows, remove_orphans
-from hpstore.loaders.dataset import dataset_versions
+from hpstore.loaders import (
+    Dataset,
+    DatasetWriter,
+    Field,
+    add_field,
+    delete_rows,
+    remove_orphans,
+    verify_dataset,
+)
+from hpstore.loaders.dataset import dataset_versions, remove_dataset
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest, version_key
 from hpstore.loaders.writer import dataset_changes
 from hpstore.pool.pool import Pool
@@ -49,6 +57,59 @@ def test_of_two_who_append_at_once_both_are_there(
     append(pool, range(50, 51))
     assert holds(Dataset(pool, "a"), [*range(10), 20, 21, 30, 40, 50])
     assert [version for version, _, _ in names(pool)] == ["v1", "v2", "v3", "v4", "v5"]
+
+
+@pytest.mark.parametrize("replaced", ["before it is kept", "after it is kept"])
+def test_an_append_that_a_replacement_overtakes_leaves_no_version_without_objects(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, replaced: str
+) -> None:
+    """PROTOCOL 25: what is listed can be read, and the samples come behind what replaced it."""
+    write_samples(pool, "a", range(10))
+    keep = dataset_versions._keep
+
+    def overtaken(*args: Any) -> None:
+        monkeypatch.setattr(dataset_versions, "_keep", keep)
+        if replaced == "after it is kept":
+            keep(*args)
+        write_samples(pool, "a", range(20, 25), overwrite=True)
+        if replaced == "before it is kept":
+            keep(*args)
+
+    monkeypatch.setattr(dataset_versions, "_keep", overtaken)
+    append(pool, range(30, 32))
+    assert holds(Dataset(pool, "a"), [*range(20, 25), 30, 31])
+    kept = replaced == "after it is kept"
+    assert names(pool) == [("v1", 10, False)] * kept + [("v2", 5, False), ("v3", 7, True)]
+    for version, _, _ in names(pool):
+        assert verify_dataset(pool, "a", version=version).clean
+    assert remove_orphans(pool, "a") == 0
+
+
+def test_a_version_kept_while_objects_go_goes_with_them(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PROTOCOL 25: the other order, in which the change looks before the objects went."""
+    old = write_samples(pool, "a", range(10))
+    delete = remove_dataset.delete_if_there
+
+    def keeps(there: Pool, key: str) -> None:
+        pool.put(version_key("a", 1, "v1"), old.manifest.encode())
+        monkeypatch.setattr(remove_dataset, "delete_if_there", delete)
+        delete(there, key)
+
+    monkeypatch.setattr(remove_dataset, "delete_if_there", keeps)
+    write_samples(pool, "a", range(5), overwrite=True)
+    assert names(pool) == [("v2", 5, True)]
+
+
+def test_a_part_that_is_written_again_takes_no_version(pool: Pool) -> None:
+    """Its note has a number, too, which is none of a version."""
+    write_samples(pool, "a", range(10))
+    append(pool, range(10, 12))
+    for number in range(2):
+        with DatasetWriter(pool, "a", FIELDS, part=(0, 2), overwrite=True) as writer:
+            writer.write(sample(number))
+    assert names(pool) == [("v1", 10, False), ("v2", 12, True)]
 
 
 def test_rows_go_beside_an_append_but_not_beside_another_change(

@@ -24,6 +24,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     check_label,
     manifest_key,
     nonce_of,
+    object_prefix,
     version_key,
     version_of,
 )
@@ -213,6 +214,7 @@ def change_dataset(
             return publish_over(pool, key, made, old, found)
         except VersionConflict:
             _log.info("data set %r was changed meanwhile: once more", name)
+            _drop_replaced(pool, name, old)
     raise VersionConflict(
         f"data set {name!r} was changed by others {_ATTEMPTS} times meanwhile; nothing was changed"
     )
@@ -231,6 +233,22 @@ def _keep(pool: Pool, name: str, manifest: DatasetManifest) -> None:
                 "pool.delete() with this key removes it.",
                 key=key,
             ) from None
+
+
+def _drop_replaced(pool: Pool, name: str, kept: DatasetManifest) -> None:
+    """Remove a manifest that was kept too late: it was replaced whole, and its objects went.
+
+    Who replaces looks for it, too, after the objects: one of both sees it (PROTOCOL 25).
+    """
+    nonces = {nonce for part in kept.parts if part.rows for nonce in part.nonces}
+    prefixes = [object_prefix(name, nonce) + "/" for nonce in nonces]
+    try:
+        if all(pool.list(prefix, certain=True) for prefix in prefixes):
+            return
+    except HpstoreError as error:
+        _log.info("whether version %s is whole is not known: %s", kept.version_name, error)
+        return
+    delete_if_there(pool, version_key(name, kept.version, kept.version_name))
 
 
 def _kept(pool: Pool, name: str) -> dict[int, tuple[str, str]]:

@@ -164,7 +164,7 @@ def publish(
         pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
     if old is not None:
         try:
-            remove_replaced(pool, name, old.nonces)
+            remove_replaced(pool, name, old)
         except (HpstoreError, OSError) as error:  # what is published stays so
             _log.warning("what data set %r replaced stays until remove_orphans: %s", name, error)
     return manifest

@@ -7,11 +7,13 @@ import logging
 from hpstore.errors import ObjectNotFound
 from hpstore.loaders.dataset.dataset_manifest import (
     PREFIX,
+    DatasetManifest,
     check_dataset_name,
     journal_key,
     manifest_key,
     nonce_of,
     part_key,
+    version_key,
     version_of,
 )
 from hpstore.loaders.dataset.stored_manifests import (
@@ -105,8 +107,8 @@ def remove_orphans(pool: Pool, name: str) -> int:
     return removed
 
 
-def remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
-    """Remove the objects of these writers, but for what the dataset or a version names.
+def remove_replaced(pool: Pool, name: str, old: DatasetManifest) -> None:
+    """Remove the objects of a manifest, but for what the dataset or a version names.
 
     A part's note may still be there after its objects were published: the note goes, they stay.
     """
@@ -118,11 +120,13 @@ def remove_replaced(pool: Pool, name: str, nonces: set[str]) -> None:
         part_key(name, part): note.parts[0].nonce
         for part, note in written_parts(pool, name).items()
     }
-    keys = [key for key, nonce in notes.items() if nonce in nonces | live]
-    gone = nonces - live
+    keys = [key for key, nonce in notes.items() if nonce in old.nonces | live]
+    gone = old.nonces - live
     keys += [key for key in pool.list(f"{PREFIX}/{name}/") if nonce_of(name, key) in gone]
     for key in keys:
         delete_if_there(pool, key)
+    if gone and old.part is None:  # a change that was overtaken may have kept it meanwhile
+        delete_if_there(pool, version_key(name, old.version, old.version_name))
 
 
 def delete_if_there(pool: Pool, key: str) -> None:
