@@ -75,11 +75,18 @@ def test_bad_rows_are_named_in_their_place(tmp_path: Path, monkeypatch: pytest.M
     check_restart(open_source(path))
 
 
-def test_columns_that_no_field_holds_are_refused(tmp_path: Path) -> None:
-    """Numbers of which some are empty: as text they can be taken."""
-    path = write(tmp_path / "a.csv", [{"a": "1", "b": "x"}, {"a": "", "b": "y"}])
-    with pytest.raises(ConfigError, match="column 'a' is empty in a row and int64"):
-        _ = open_source(path).fields
+def test_numbers_of_which_some_are_empty_are_optional(tmp_path: Path) -> None:
+    """As text they are empty texts; as numbers that all have a value one is a bad record."""
+    path = write(tmp_path / "a.csv", [{"a": "1", "b": "x"}, {"a": "", "b": ""}])
+    source = open_source(path)
+    assert source.fields == {"a": Field("int64", optional=True), "b": Field("str")}
+    source.restrict(["a", "b"], dict(source.fields))
+    wanted = [{"a": 1, "b": "x"}, {"a": None, "b": ""}]
+    assert [plain(item.sample) for item in items_of(source)] == wanted
+    source.restrict(["b"], {"b": Field("str", optional=True)})
+    assert [plain(item.sample) for item in items_of(source)] == [{"b": "x"}, {"b": None}]
+    source.restrict(["a"], {"a": Field("int64")})
+    assert [item.problem != "" for item in items_of(source)] == [False, True]
     source = open_source(path)
     source.restrict(["a"], {"a": Field("str")})
     assert [plain(item.sample) for item in items_of(source)] == [{"a": "1"}, {"a": ""}]

@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count, islice
 from typing import Any
 
@@ -114,10 +115,7 @@ class CsvFiles(InferredFields):
             )
         asked = [name for name in names if name not in self._types]
         columns = {name: [row[header.index(name)] for row in rows] for name in asked}
-        try:
-            told = csv_fields(columns)
-        except ConfigError as error:
-            raise ConfigError(f"{self.where}: {error}") from None
+        told = csv_fields(columns)
         return {name: self._types.get(name) or told[name] for name in names}
 
     def fingerprint(self) -> str:
@@ -218,22 +216,17 @@ def csv_fields(columns: Mapping[str, Sequence[bytes]]) -> dict[str, Field]:
     """Fields of columns of text. The one place where such a schema becomes fields. Pure.
 
     int64 where all values are whole numbers that are written as Python writes them (007 is text),
-    else float64, else bool (true, false), else str. Raises ConfigError for a column of numbers or
-    booleans in which a value is empty.
+    else float64, else bool (true, false), else str. Numbers and booleans of which some are empty
+    are optional; an empty text is a text.
     """
-    return {name: _field(name, values) for name, values in columns.items()}
+    return {name: _field(values) for name, values in columns.items()}
 
 
-def _field(name: str, values: Sequence[bytes]) -> Field:
+def _field(values: Sequence[bytes]) -> Field:
     there = [value for value in values if value]
     made = _told(there) if there else Field("str")
-    if len(there) < len(values) and made.dtype != "str":
-        raise ConfigError(
-            f"column {name!r} is empty in a row and {made.dtype} in others: no field of numbers "
-            f"can be empty; take it as text, fields={{{name!r}: Field('str'), ...}}, or leave it "
-            "out with fields="
-        )
-    return made
+    empty = len(there) < len(values) and made.dtype != "str"
+    return replace(made, optional=True) if empty else made
 
 
 def _told(values: Sequence[bytes]) -> Field:
@@ -246,7 +239,9 @@ def _told(values: Sequence[bytes]) -> Field:
 
 
 def csv_value(name: str, value: bytes, made: Field) -> object:
-    """A value as the field has it. Raises ConfigError."""
+    """A value as the field has it: of an optional one None where it is empty. ConfigError."""
+    if not value and made.optional:
+        return None
     if made.dtype == "bytes":
         return value
     try:

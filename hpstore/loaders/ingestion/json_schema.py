@@ -5,7 +5,6 @@ Numbers are exact: an int that a float would round is refused, not rounded.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -27,8 +26,9 @@ def json_fields(records: Sequence[Mapping[str, Any]]) -> dict[str, Field]:
     """Fields of objects as JSON has them. The one place where such a schema becomes fields.
 
     Booleans, numbers and text are scalars and str, lists of numbers arrays: float64 where one of
-    them has a fraction, ragged where the first dimension differs. Raises ConfigError, naming the
-    key, for nulls, keys that not all have, objects, and lists of anything else.
+    them has a fraction, ragged where the first dimension differs; a null makes the field optional.
+    Objects and other lists become what infer_fields says of them: JSON, chats, lists of strings.
+    Raises ConfigError, naming the key, for keys that not all have.
     """
     names = list(dict.fromkeys(chain.from_iterable(records)))
     columns = {name: _Column.of([r[name] for r in records if name in r]) for name in names}
@@ -39,42 +39,43 @@ def json_fields(records: Sequence[Mapping[str, Any]]) -> dict[str, Field]:
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """What the numbers of a key are, in all records, and the shape inside its lists."""
+    """What the numbers of a key are, in all records, and the shape inside its lists. `plain`: no
+    record has an object, or a list that is no array of numbers."""
 
     number: type
     inner: tuple[int, ...]
+    plain: bool
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Self:
         types: set[type] = set()
         inner: tuple[int, ...] = ()
+        plain = not any(isinstance(value, Mapping) for value in values)
         for value in values:
-            with contextlib.suppress(ConfigError):  # said with its name, by _typical
+            try:
                 flat, shape = _flat(value) if type(value) is list else ([value], ())
-                types |= set(map(type, flat))
-                inner = shape[1:] if flat else inner
+            except ConfigError:
+                plain = False
+                continue
+            found = set(map(type, flat))
+            plain &= type(value) is not list or found <= {int, float} or found == {bool}
+            types |= found
+            inner = shape[1:] if flat else inner
         known = next((kind for kind in (float, int, bool) if kind in types), float)
-        return cls(known, inner)
+        return cls(known, inner, plain)
 
 
 def _typical(name: str, record: Mapping[str, Any], column: _Column) -> object:
     """A value of the type that the column has. Raises ConfigError."""
-    if record.get(name) is None:
-        said = "is null" if name in record else "is missing"
-        raise ConfigError(f"{name!r} {said} in a record: no field can be empty; {_LEAVE_OUT}")
+    if name not in record:
+        raise ConfigError(f"{name!r} is missing in a record: all must have it; {_LEAVE_OUT}")
     value = record[name]
-    if isinstance(value, Mapping):
-        raise ConfigError(f"{name!r} is an object, which no field can hold; {_LEAVE_OUT}")
+    if value is None or not column.plain:
+        return value
     if not isinstance(value, list):
         return float(value) if column.number is float and type(value) is int else value
-    try:
-        flat, shape = _flat(value)
-        types = set(map(type, flat))
-        if not types <= {int, float} and types != {bool}:
-            raise ConfigError(f"a list of {_kinds(types)}, which no field can hold")
-    except ConfigError as error:
-        raise ConfigError(f"{name!r} is {error}; {_LEAVE_OUT}") from None
-    kind = bool if types == {bool} else column.number
+    flat, shape = _flat(value)
+    kind = bool if set(map(type, flat)) == {bool} else column.number
     return np.empty(shape if flat else (0, *column.inner), np.dtype(kind))
 
 
@@ -98,7 +99,11 @@ def _flat(value: list[Any]) -> tuple[list[Any], tuple[int, ...]]:
 def json_value(name: str, value: Any, made: Field) -> object:
     """A value as the field has it. Raises ConfigError where it is another type, or not exact."""
     if value is None:
+        if made.optional:
+            return None
         raise ConfigError(f"it holds a null: {name!r}")
+    if made.is_json:
+        return value  # the writer checks it
     if made.dtype in ("str", "bytes"):
         if not isinstance(value, str):
             raise ConfigError(f"{name!r} is {_said(value)}, not text")
