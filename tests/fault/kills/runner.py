@@ -24,7 +24,7 @@ from hpstore.pool.pool import Pool
 from hpstore.units import KIB, MIB
 from tests.fault.common import column_number, flip, poll
 from tests.fault.kills.ledger import Objects, Steps, data_of, digest
-from tests.fault.kills.victims import Victim, see_to_death
+from tests.fault.kills.victims import BODIES, Victim, see_to_death
 
 DEVICES, DATA, PARITY = 7, 3, 2
 STILL, STILL_BYTES = 16, 150 * KIB  # objects that no victim writes; damage is done to them
@@ -34,6 +34,7 @@ HEAL_SECONDS = 180.0
 LIVES_THAT_SAVE = 100  # of trainers, after which a loop without saves has shown nothing
 SAID = ("begin", "done", "none")  # by those that write
 PROBLEMS_MOST = 20  # then the run ends
+EPISODES_AGAIN = 30  # after the last kill, for a target that none has hit yet
 QUICK = """
 [agent]
 tick_seconds = 0.05
@@ -127,7 +128,7 @@ class KillLoop:
         return hpstore.open(self.toml)
 
     def run(self, kills: int, *, seconds: float = float("inf")) -> Report:
-        """So many kills, or as many as fit; then everything is made whole and checked."""
+        """So many kills, of each target one at least, or as many as fit; then all is made whole."""
         began = time.monotonic()
         episodes = (
             (self._ordinary, 12),
@@ -136,13 +137,16 @@ class KillLoop:
             (self._agent, 2),
         )
         first = self.rng.sample([e for e, _ in episodes], len(episodes))  # each of them once
-        while (
-            self.report.total < kills
-            and time.monotonic() - began < seconds
-            and len(self.report.problems) < PROBLEMS_MOST
-        ):
+        again = EPISODES_AGAIN
+        while time.monotonic() - began < seconds and len(self.report.problems) < PROBLEMS_MOST:
             drawn = self.rng.choices([e for e, _ in episodes], [w for _, w in episodes])
             chosen = first.pop() if first else drawn[0]
+            if self.report.total >= kills:
+                missing = sorted(BODIES.keys() - self.report.kills.keys())
+                if not missing or not again:
+                    break
+                again -= 1  # its lives were over before their kills, or never came
+                chosen = getattr(self, f"_{missing[0]}", self._ordinary)
             name = chosen.__name__.removeprefix("_")
             self.report.episodes[name] += 1
             try:
