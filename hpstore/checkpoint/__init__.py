@@ -33,12 +33,16 @@ from hpstore.checkpoint.save.save_policies import (
 )
 from hpstore.checkpoint.steps import Steps
 from hpstore.checkpoint.terminal_bar import TerminalBar
+from hpstore.checkpoint.tiers.copy_step import CopyReport
+from hpstore.checkpoint.tiers.tier import Tier
+from hpstore.checkpoint.tiers.tier_copies import Tiers
 
 __all__ = [
     "AnyOf",
     "AtTimes",
     "Best",
     "Checkpointer",
+    "CopyReport",
     "EveryInterval",
     "EverySteps",
     "ExportReport",
@@ -64,6 +68,8 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "TerminalBar",
+    "Tier",
+    "Tiers",
     "VerifyReport",
     "dcp_to_torch_save",
     "export_checkpoint",

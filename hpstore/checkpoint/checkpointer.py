@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -30,11 +30,12 @@ from hpstore.checkpoint.state.state_tree import PerRank
 from hpstore.checkpoint.state.targets import State
 from hpstore.checkpoint.state.training_state import require_state
 from hpstore.checkpoint.steps import Steps
+from hpstore.checkpoint.tiers.tier import Tier, checked_tiers
+from hpstore.checkpoint.tiers.tier_copies import Tiers
 from hpstore.errors import CheckpointError
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.collector_pause import collector_paused
-from hpstore.units import seconds_argument
 
 ALONE = "alone"  # as a group: this process saves for itself
 _CLOSE_SECONDS = 60.0  # close() waits so long for a call of another thread
@@ -48,8 +49,8 @@ class Checkpointer(Closing):
     what is committed, `saver` what trainers steer, `counters` what happened.
 
     With torch.distributed in use the constructor, save(), restore() and close() are collective:
-    every rank of `group` calls them, each with its own part of the state. Shards of DTensors are
-    written by the ranks that hold them, what several hold by one of them.
+    every rank of `group` calls them, each with its part of the state. What several ranks hold is
+    written by one of them.
 
     Parameters
     ----------
@@ -81,6 +82,9 @@ class Checkpointer(Closing):
         How saves are staged, written and committed. Default: SaveOptions().
     when
         When should_save() is true, such as `EverySteps(1000) | EveryInterval("30min")`.
+    tiers
+        Further pools, nearest first, which get copies of steps in the background and which steps
+        are restored from where this one has not got them: `Tier(pool=cold, every=10)`.
 
     Raises
     ------
@@ -107,14 +111,10 @@ class Checkpointer(Closing):
         example: State | None = None,
         save: SaveOptions | None = None,
         when: SavePolicy | None = None,
+        tiers: Iterable[Tier] = (),
     ) -> None:
         options = checked_options(pool, save)
-        retention = Retention(
-            keep_last=keep_last,
-            keep_every=keep_every,
-            keep_best=Best.of(keep_best),
-            keep_for_seconds=None if keep_for is None else seconds_argument("keep_for", keep_for),
-        )
+        retention = Retention.of(keep_last, keep_every, keep_best, keep_for)
         alone = isinstance(group, str) and checked_choice("group", group, (ALONE,)) == ALONE
         self._catalog = StepCatalog(pool, prefix)
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
@@ -128,7 +128,9 @@ class Checkpointer(Closing):
             rng=rng,
             allow_pickle=allow_pickle,
             alone=alone,
+            tiers=checked_tiers(pool, tiers),
         )
+        self.tiers = Tiers(self.saver.tiers)
         self.steps = Steps(self._catalog, self.saver, retention)
         self.counters = self.saver.counters
         self._turn = OneCaller()
@@ -194,10 +196,6 @@ class Checkpointer(Closing):
             result().
         """
         self._usable()
-        if self.pool.read_only:
-            raise CheckpointError(
-                f"the pool of {self.prefix!r} was opened read-only: nothing can be saved into it"
-            )
         with self._turn.calling("save()"):
             handle = self.saver.save(
                 step, state, overwrite=overwrite, metrics=metrics, progress=progress
@@ -341,11 +339,12 @@ class Checkpointer(Closing):
         )
         self.wait()
         with self._turn.calling("restore()"), self.saver.resting():
-            found = restore_together(self._ranks, self._catalog, state, step, how)
+            catalogs = self.saver.tiers.catalogs
+            found = restore_together(self._ranks, self._catalog, state, step, how, catalogs)
         if found is None:
             return None
         manifest, self.last_restore = found
-        self.saver.refer_to(manifest)
+        self.saver.refer_to(manifest, self.last_restore.tier)
         return self._schedule.restored(manifest.step)
 
     def load_model(
@@ -432,9 +431,10 @@ class Checkpointer(Closing):
         IntegrityError
             Its manifest is damaged.
         """
+        catalog = self.steps.catalog_of(step)
         return SavedStep(
-            self.pool,
-            self.steps.manifest(step),
+            catalog.pool,
+            catalog.manifest(step),
             rank=self._ranks.rank,
             allow_pickle=self.allow_pickle,
             warm=self.saver.memory(),

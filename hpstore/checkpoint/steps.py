@@ -23,6 +23,7 @@ from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport, verify_step
 from hpstore.checkpoint.save.saver import Saver
+from hpstore.checkpoint.tiers.nearest_step import listed_steps, nearest, newest_valid
 from hpstore.runtime.clock import SystemClock
 
 
@@ -30,7 +31,8 @@ class Steps:
     """The committed steps of one run: `ckpt.steps`. `ckpt.steps()` is `ckpt.steps.list()`.
 
     Nothing here is collective. Beside a save of this process every call shows what it has
-    committed, and what retention has deleted after that.
+    committed, and what retention has deleted after that. With tiers a step is there when any pool
+    has it; it is read from the nearest one, and protected and deleted in all that have it.
     """
 
     def __init__(self, catalog: StepCatalog, saver: Saver, retention: Retention) -> None:
@@ -40,7 +42,31 @@ class Steps:
     def __call__(self) -> list[int]:
         """Return the committed steps, ascending; the same as list()."""
         self._settled()
-        return self._catalog.all()
+        return sorted({each.step for each in listed_steps(self._catalogs)})
+
+    @property
+    def _catalogs(self) -> list[StepCatalog]:
+        return [self._catalog, *self._saver.tiers.catalogs]
+
+    def _having(self, step: int) -> list[StepCatalog]:
+        """Those that have a step, the further pools first; the first pool where none has it."""
+        pools = {each.pool for each in listed_steps(self._catalogs) if each.step == step}
+        return [self._catalogs[number] for number in sorted(pools or {0}, reverse=True)]
+
+    def catalog_of(self, step: int) -> StepCatalog:
+        """Find the nearest pool that has a step; the first one where none has it.
+
+        Parameters
+        ----------
+        step
+            A committed step.
+
+        Returns
+        -------
+        StepCatalog
+            Of that pool.
+        """
+        return nearest(self._catalogs, step)
 
     def latest(self) -> int | None:
         """Return the newest step whose manifest and segments can be read; None without one.
@@ -49,7 +75,7 @@ class Steps:
         left to its writer process on this host is waited for, at most SaveOptions(drain_seconds=).
         """
         self._catalog.left.wait()
-        return self._catalog.latest_valid()
+        return newest_valid(self._catalogs)
 
     def manifest(self, step: int) -> Manifest:
         """Read the manifest of a step.
@@ -71,7 +97,7 @@ class Steps:
         IntegrityError
             The manifest is damaged.
         """
-        return self._catalog.manifest(step)
+        return self.catalog_of(step).manifest(step)
 
     def verify(self, step: int, *, progress: ByteProgress | None = None) -> VerifyReport:
         """Read every byte of a step and compare every item with its hash.
@@ -95,7 +121,8 @@ class Steps:
         IntegrityError
             The manifest is damaged.
         """
-        return verify_step(self._catalog.pool, self.manifest(step), progress)
+        catalog = self.catalog_of(step)
+        return verify_step(catalog.pool, catalog.manifest(step), progress)
 
     def diff(
         self,
@@ -136,8 +163,8 @@ class Steps:
         """
         return diff_steps(
             self._catalog.pool,
-            self.manifest(before),
-            self.manifest(after),
+            self._catalog.manifest(before),
+            self._catalog.manifest(after),
             keys=keys,
             norms=norms,
             progress=progress,
@@ -159,7 +186,8 @@ class Steps:
             The step is protected, or there is none.
         """
         self._settled()
-        self._catalog.delete(step, force=force)
+        for catalog in self._having(step):
+            catalog.delete(step, force=force)
 
     def retain(self, *, dry_run: bool = False) -> list[StepDecision]:
         """Apply the Checkpointer's keep_last, keep_every, keep_best and keep_for now.
@@ -208,7 +236,8 @@ class Steps:
         ConfigError
             `name` cannot be used.
         """
-        self._catalog.protect(step, name)
+        for catalog in self._having(step):
+            catalog.protect(step, name)
 
     def unprotect(self, name: str) -> None:
         """Let retention have a protected step again.
@@ -223,11 +252,16 @@ class Steps:
         CheckpointError
             Nothing is protected by this name.
         """
-        self._catalog.unprotect(name)
+        having = [catalog for catalog in self._catalogs if name in catalog.protected()]
+        for catalog in having or [self._catalog]:
+            catalog.unprotect(name)
 
     def protected(self) -> dict[str, int]:
         """Return the protected steps by name."""
-        return self._catalog.protected()
+        found: dict[str, int] = {}
+        for catalog in reversed(self._catalogs):
+            found |= catalog.protected()
+        return found
 
     def watch(
         self,
@@ -328,6 +362,7 @@ class Steps:
         session = self._saver.go_back()
         done = take_back(self._catalog, chosen.name, session=session)
         self._saver.went_back()
+        self._saver.tiers.catch_up()
         return done
 
     def list(self) -> list[int]:

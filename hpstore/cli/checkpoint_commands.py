@@ -15,6 +15,7 @@ import typer
 import hpstore
 from hpstore.cli.checkpoint_diff import diff
 from hpstore.cli.confirm import agree, first_of
+from hpstore.cli.copy_command import copy
 from hpstore.cli.export_import import export, import_
 from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
 from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 checkpoints = typer.Typer(
     no_args_is_help=True, help="List, inspect, verify, export, import, remove checkpoints."
 )
+checkpoints.command("copy")(copy)
 checkpoints.command("diff")(diff)
 checkpoints.command("export")(export)
 checkpoints.command("import")(import_)

@@ -128,7 +128,8 @@ class Pool:
         key
             The object's name.
         data
-            Bytes-like, or an open binary file. It belongs to this call until it returns.
+            Bytes-like, an open binary file, or one version of an object, of any pool:
+            `other.open(key, version=...)`. It belongs to this call until it returns.
         metadata
             JSON, at most 1 KiB.
         if_absent, if_version

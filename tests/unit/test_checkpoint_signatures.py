@@ -20,6 +20,7 @@ MADE_BY_US = (
     "RetentionRule",
     "Rollback",
     "StepDiff",
+    "Tiers",
 )
 SIZES = ("memory", "_bytes")
 

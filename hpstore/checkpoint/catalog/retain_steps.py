@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hpstore.checkpoint.catalog.retention import (
     Retention,
@@ -26,13 +26,20 @@ from hpstore.errors import (
 _log = logging.getLogger(__name__)
 
 
-def retain(steps: StepCatalog, committed: int, retention: Retention, *, now_ms: int) -> None:
+def retain(
+    steps: StepCatalog,
+    committed: int,
+    retention: Retention,
+    *,
+    now_ms: int,
+    held: Mapping[str, int] | None = None,
+) -> None:
     """Remove what retention does not keep after `committed` was committed and is whole. Failing at
-    it does not fail the save."""
+    it does not fail the save. `held`: what stays besides, by why."""
     if retention.keep_last is None:
         return
     try:
-        decisions = decisions_after(steps, committed, retention, now_ms=now_ms)
+        decisions = decisions_after(steps, committed, retention, now_ms=now_ms, held=held)
         steps.delete_all([decision.step for decision in decisions if not decision.stays])
     except (HpstoreError, OSError) as error:
         _log.warning("retention under %r is postponed: %s", steps.prefix, error)
@@ -67,7 +74,13 @@ def _committed_last(steps: StepCatalog, listed: Sequence[int]) -> int:
 
 
 def decisions_after(
-    steps: StepCatalog, committed: int, retention: Retention, *, now_ms: int, facts: bool = False
+    steps: StepCatalog,
+    committed: int,
+    retention: Retention,
+    *,
+    now_ms: int,
+    facts: bool = False,
+    held: Mapping[str, int] | None = None,
 ) -> list[StepDecision]:
     """What becomes of each step after `committed` was committed, as the pool is now."""
     listed = steps.all()
@@ -76,7 +89,7 @@ def decisions_after(
         retention,
         committed=committed,
         now_ms=now_ms,
-        protected=steps.protected(),
+        protected={**steps.protected(), **(held or {})},
         facts=facts_of(steps, listed) if facts or retention.needs_facts else {},
         fragile=_fragile(steps, listed, committed, retention.keep_last or 0),
     )

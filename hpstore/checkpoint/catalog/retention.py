@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from hpstore.checkpoint.format.checkpoint_manifest import Listing
 from hpstore.errors import ConfigError
-from hpstore.units import format_span
+from hpstore.units import format_span, seconds_argument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,22 @@ class Retention:
             raise ConfigError(
                 "keep_every, keep_best and keep_for say what stays beyond keep_last: set that, too"
             )
+
+    @classmethod
+    def of(
+        cls,
+        keep_last: int | None,
+        keep_every: int | None,
+        keep_best: Best | str | None,
+        keep_for: float | str | None,
+    ) -> Retention:
+        """By the arguments of a Checkpointer. Raises ConfigError."""
+        return cls(
+            keep_last=keep_last,
+            keep_every=keep_every,
+            keep_best=Best.of(keep_best),
+            keep_for_seconds=None if keep_for is None else seconds_argument("keep_for", keep_for),
+        )
 
     @property
     def needs_facts(self) -> bool:

@@ -162,12 +162,14 @@ class StepCatalog:
         facts = replace(manifest, segments=segments, items=(), tree=None)
         self._read[manifest.step] = (version, facts)
 
-    def latest_valid(self, *, besides: int | None = None) -> int | None:
+    def latest_valid(
+        self, *, besides: int | None = None, hidden: Collection[int] = ()
+    ) -> int | None:
         """The newest step whose manifest and segments can be read; None when there is none.
 
         Walks back past damaged ones, and logs why each was passed over.
         """
-        tried = set() if besides is None else {besides}
+        tried = {*hidden} if besides is None else {*hidden, besides}
         while (step := newest_untried(self.all(), tried)) is not None:
             tried.add(step)
             try:

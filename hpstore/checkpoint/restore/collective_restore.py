@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from hpstore.checkpoint.catalog.left_saves import end_left_saves
 from hpstore.checkpoint.catalog.left_writers import WriterRecord
-from hpstore.checkpoint.catalog.step_catalog import StepCatalog, newest_untried
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.restore.fill_state import RestoreReport, restore_state
 from hpstore.checkpoint.restore.restore_plan import RestoreOptions, RestorePlan, plan_restore
 from hpstore.checkpoint.state.targets import State
+from hpstore.checkpoint.tiers.nearest_step import StepCandidate, listed_steps, newest_untried
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -30,30 +31,45 @@ _PASSABLE = (IntegrityError, RedundancyError, ObjectNotFound)  # an older step m
 
 
 def restore_together(
-    ranks: Ranks, steps: StepCatalog, state: State, step: int | None, how: RestoreOptions
+    ranks: Ranks,
+    steps: StepCatalog,
+    state: State,
+    step: int | None,
+    how: RestoreOptions,
+    tiers: Sequence[StepCatalog] = (),
 ) -> tuple[Manifest, RestoreReport] | None:
     """Restore `step`, or the newest that all ranks can read; None when there is no checkpoint.
 
+    Of several pools that have it, the first in which it can be read: `steps`, then `tiers`.
     Collective. Raises what no older step would mend, such as a mismatch, on all ranks.
     """
     settle_left(ranks, steps)
     touched: set[str] = set()
-    tried: set[int] = set()
-    while (candidate := _next(ranks, steps, step, tried)) is not None:
+    tried: set[StepCandidate] = set()
+    catalogs = (steps, *tiers)
+    failed: Exception | None = None
+    while (candidate := _next(ranks, catalogs, step, tried)) is not None:
         tried.add(candidate)
-        found = _try(ranks, steps, state, candidate, how, touched, listed=step is None)
+        catalog, number = catalogs[candidate.pool], candidate.step
+        found = _try(ranks, catalog, state, number, how, touched, listed=candidate.listed)
         if not isinstance(found, Exception):
             _warn_of_parts(found[1])
             if ranks.leads:
                 found[1].log()
-            return found
-        if step is not None:
-            raise steps.placed(found, step, _parts(touched))
-        _log.warning("checkpoint step %d is passed over: %s", candidate, found)
+            if not candidate.pool:
+                return found
+            name = catalog.pool.config.name
+            _log.warning("step %d is restored from %s, not from the first pool", number, name)
+            return found[0], replace(found[1], tier=name)
+        failed = failed or found
+        _log.warning("checkpoint step %d is passed over: %s", number, found)
+    if failed is not None and step is not None:
+        raise steps.placed(failed, step, _parts(touched))
     if tried:
         raise CheckpointError(
-            f"none of the {len(tried)} checkpoints under {steps.prefix!r} can be read now. "
-            f"Nothing was deleted; bring missing devices back and try again.{_parts(touched)}"
+            f"none of the {len({each.step for each in tried})} checkpoints under {steps.prefix!r} "
+            "can be read now. Nothing was deleted; bring missing devices back and try again."
+            f"{_parts(touched)}"
         )
     return None
 
@@ -69,12 +85,21 @@ def settle_left(ranks: Ranks, steps: StepCatalog) -> None:
         end_left_saves(steps, [WriterRecord(**row) for row in rows.values()])
 
 
-def _next(ranks: Ranks, steps: StepCatalog, step: int | None, tried: Collection[int]) -> int | None:
-    """The step to try now, the same on all ranks. Steps are listed before each try: beside a
-    process that saves, the newest of an older list may be gone, and a newer one there."""
-    if step is not None:
-        return None if tried else step
-    return newest_untried(_agreed_steps(ranks, steps), tried)
+def _next(
+    ranks: Ranks,
+    catalogs: Sequence[StepCatalog],
+    step: int | None,
+    tried: Collection[StepCandidate],
+) -> StepCandidate | None:
+    """What to try now, the same on all ranks. Steps are listed before each try: beside a process
+    that saves, the newest of an older list may be gone, and a newer one there."""
+    asked = [] if step is None else [StepCandidate(step=step, pool=0, listed=False)]
+    if asked and len(catalogs) == 1:
+        return newest_untried(asked, tried)
+    found = _agreed_steps(ranks, catalogs)
+    if asked:
+        found = [each for each in found if each.step == step] or asked
+    return newest_untried(found, tried)
 
 
 def _parts(touched: set[str]) -> str:
@@ -100,19 +125,20 @@ def _warn_of_parts(report: RestoreReport) -> None:
         )
 
 
-def _agreed_steps(ranks: Ranks, steps: StepCatalog) -> list[int]:
+def _agreed_steps(ranks: Ranks, catalogs: Sequence[StepCatalog]) -> list[StepCandidate]:
     """Rank 0 lists; all restore the same steps."""
     if ranks.world == 1:
-        return steps.all()
+        return listed_steps(catalogs)
     try:
-        mine = json.dumps(steps.all() if ranks.leads else []).encode()
+        found = listed_steps(catalogs) if ranks.leads else []
+        mine = json.dumps([[each.step, each.pool] for each in found]).encode()
     except (HpstoreError, OSError) as error:
         ranks.broadcast(json.dumps(str(error)).encode(), RankChannel.TRAINER)
         raise
-    found: list[int] | str = json.loads(ranks.broadcast(mine, RankChannel.TRAINER))
-    if isinstance(found, str):
-        raise CheckpointError(f"rank 0 cannot list the steps: {found}")
-    return found
+    heard: list[list[int]] | str = json.loads(ranks.broadcast(mine, RankChannel.TRAINER))
+    if isinstance(heard, str):
+        raise CheckpointError(f"rank 0 cannot list the steps: {heard}")
+    return [StepCandidate(step=number, pool=pool) for number, pool in heard]
 
 
 def _try(

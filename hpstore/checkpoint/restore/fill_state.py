@@ -44,6 +44,7 @@ class RestoreReport:
     skipped: Mapping[str, str] = field(default_factory=dict)  # not loaded, and why
     left_out: tuple[str, ...] = ()  # by LoadOptions
     cast: tuple[str, ...] = ()  # of loaded, those whose dtype was another
+    tier: str = ""  # the pool that it came from, where that is not the first one
 
     def log(self) -> None:
         """One line about what was not loaded as it is: a warning, unless it was asked for."""

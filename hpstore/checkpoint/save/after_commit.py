@@ -14,6 +14,7 @@ from hpstore.checkpoint.catalog.retention_hint import note_expiring
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import fence_session
 from hpstore.checkpoint.save.save_handle import SaveReport
+from hpstore.checkpoint.tiers.tier_copies import TierCopies
 from hpstore.runtime.clock import SystemClock
 from hpstore.units import MIB
 
@@ -39,11 +40,13 @@ class AfterCommits:
         clock: Callable[[], float] = time.monotonic,
         wall_ms: Callable[[], int] | None = None,
         expire: Callable[[], object] = lambda: None,
+        tiers: TierCopies | None = None,
     ) -> None:
         self._steps, self._retention, self._counters = steps, retention, counters
         self._session, self._clock = session, clock
         self._wall_ms = wall_ms or SystemClock().wall_ms
         self._expire = expire  # removes hidden steps whose time is over
+        self._tiers = tiers or TierCopies(steps, (), {})  # what they copy stays until then
         self._newest: SaveReport | None = None  # of those that were not seen to yet
         self._bytes = 0  # of all of them
         self._last: float | None = None  # when retention ran
@@ -98,7 +101,8 @@ class AfterCommits:
     def _see_to(self, report: SaveReport) -> None:
         steps = self._steps
         if report.spare_columns >= steps.pool.parity and steps.is_whole(report.step):
-            retain(steps, report.step, self._retention, now_ms=self._wall_ms())
+            held = self._tiers.held()
+            retain(steps, report.step, self._retention, now_ms=self._wall_ms(), held=held)
             note_expiring(steps, report.step, self._retention)
             self._expire()
             return

@@ -60,7 +60,9 @@ def roll_back(
 
 def _lead(steps: StepCatalog, saver: Saver, step: int, grace_ms: int, force: bool) -> Rollback:
     """What rank 0 does."""
+    saver.tiers.bring(step)
     may_hide(steps, step, force=force)  # before another process loses its fence for nothing
+    saver.tiers.go_back(step, force=force)  # first: what is left there would be restored
     session = saver.go_back()
     done = hide_later(
         steps,

@@ -6,6 +6,16 @@ import logging
 from collections.abc import Sequence
 
 _log = logging.getLogger(__name__)
+SAVE_COUNTERS = (
+    "saves_skipped_total",
+    "saves_failed_total",
+    "saves_retried_total",
+    "stalls_over_limit_total",
+    "overlap_without_optimizer_total",
+    "sliced_saves_total",
+    "saves_with_differing_values_total",
+    "retentions_postponed_total",
+)
 
 
 def note_differing(counters: dict[str, int], paths: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -37,10 +37,12 @@ from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
 from hpstore.checkpoint.save.save_underway import Underway
-from hpstore.checkpoint.save.save_warnings import note_differing, warn_of_stall
+from hpstore.checkpoint.save.save_warnings import SAVE_COUNTERS, note_differing, warn_of_stall
 from hpstore.checkpoint.save.stage import STAGING, SaveStage
 from hpstore.checkpoint.save.write_rate import save_rate
 from hpstore.checkpoint.state.targets import State
+from hpstore.checkpoint.tiers.tier import Tier
+from hpstore.checkpoint.tiers.tier_copies import TierCopies
 from hpstore.errors import CheckpointError
 from hpstore.runtime.collector_pause import collector_paused
 from hpstore.runtime.threads import start_thread
@@ -70,6 +72,7 @@ class Saver:
         rng: bool,
         allow_pickle: bool,
         alone: bool,
+        tiers: Sequence[Tier] = (),
     ) -> None:
         self.options = options
         self._catalog, self._ranks, self._alone = catalog, ranks, alone
@@ -87,20 +90,11 @@ class Saver:
         self._earlier = Earlier()
         self._told_of_later = False
         self._underway = self._saved_at = None
-        self.counters = {
-            "saves_skipped_total": 0,
-            "saves_failed_total": 0,
-            "saves_retried_total": 0,
-            "stalls_over_limit_total": 0,
-            "overlap_without_optimizer_total": 0,
-            "sliced_saves_total": 0,
-            "saves_with_differing_values_total": 0,
-            "retentions_postponed_total": 0,
-        }
+        self.counters = dict.fromkeys(SAVE_COUNTERS, 0)
         self._failures = SaveFailures(ranks, options, self.counters)
-        self._after = AfterCommits(
-            catalog, retention, self._session, self.counters, expire=self._expire
-        )
+        self.tiers = TierCopies(catalog, tiers, self.counters)
+        after = (catalog, retention, self._session, self.counters)
+        self._after = AfterCommits(*after, expire=self._expire, tiers=self.tiers)
         pool, catalog.left.patience_seconds = catalog.pool, options.drain_seconds
         self._draining = Draining(self, options.drain_seconds) if not pool.read_only else None
         self._space = SpaceMaker(pool, catalog, retention.keep_last or 0, options.pace)
@@ -114,6 +108,7 @@ class Saver:
             self._stage.arena.reserve(prepared.largest_bytes)
             sizes = sizes_of_all(self._ranks, prepared)
         if not self._catalog.pool.read_only and self._ranks.leads:
+            self.tiers.catch_up()  # first: it goes by rollbacks that may expire
             self._expire()
             self._catalog.collect_garbage()
             if self._prewrites:
@@ -129,6 +124,11 @@ class Saver:
         progress: ByteProgress | None,
     ) -> SaveHandle:
         """Checkpointer.save(). One call at a time."""
+        if self._catalog.pool.read_only:
+            prefix = self._catalog.prefix
+            raise CheckpointError(
+                f"the pool of {prefix!r} was opened read-only: nothing can be saved into it"
+            )
         began = time.perf_counter()
         if not self._may_begin():
             self.counters["saves_skipped_total"] += 1
@@ -299,6 +299,8 @@ class Saver:
                 else:
                     committed.append(report)
                     self._catalog.committed(report.step)
+                    if self._ranks.leads:
+                        self.tiers.committed(report.step)
                     return report.with_stall(staged.result())
 
         def tidy() -> None:
@@ -459,9 +461,9 @@ class Saver:
         """The staging memory, where a restore may look for segments; None when it may not."""
         return self._stage.warm if self.options.warm else None
 
-    def refer_to(self, manifest: Manifest) -> None:
-        """A step was restored: the next save may refer to what it holds."""
-        if self.options.reuse:
+    def refer_to(self, manifest: Manifest, tier: str) -> None:
+        """A step was restored: the next save may refer to what it holds, unless in a `tier`."""
+        if self.options.reuse and not tier:
             known = known_items(manifest.segments, manifest.items)
             self._earlier = Earlier(step=manifest.step, known=known)
 
@@ -481,13 +483,16 @@ class Saver:
         self._earlier, self._told_of_later = Earlier(), False
 
     def flush(self) -> None:
-        """Remove what retention has postponed. Interrupted, it can be called again."""
+        """Wait for copies to tiers, remove what retention has postponed. Interrupted, it can be
+        called again."""
+        self.tiers.wait()
         self._after.flush()
 
     def release(self) -> None:
         """Give threads, memory and handlers back; the last save was waited for."""
         if self._draining is not None:
             self._draining.forget()
+        self.tiers.close()
         self._space.close()
         self._writing.close()
         self._stage.close()

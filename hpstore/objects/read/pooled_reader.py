@@ -64,6 +64,11 @@ class PooledReader(Closing):
         return PooledReader(self._store, self._key, self._reader.share(), self._content)
 
     @property
+    def pinned(self) -> bool:
+        """Whether this version is read, and no other, when the object is replaced."""
+        return self._content is not None
+
+    @property
     def size(self) -> int:
         """Bytes in the object."""
         return self._reader.header.geometry.size

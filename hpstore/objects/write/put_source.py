@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import stat
-from typing import BinaryIO, Protocol
+import threading
+from typing import BinaryIO, Protocol, cast
 
 import numpy as np
 
@@ -69,8 +70,46 @@ class FileSource:
             done += count
 
 
+class OpenedObject(Protocol):
+    """What Pool.open() returns, of any pool."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it reads one version, and no other."""
+
+    @property
+    def size(self) -> int:
+        """Bytes in the object."""
+
+    def read_into(self, buffer: object, offset: int = 0) -> int:
+        """Fill a buffer from the object."""
+
+
+class VersionSource:
+    """One version of an object, of this pool or another; read by one thread at a time."""
+
+    def __init__(self, opened: OpenedObject) -> None:
+        if not opened.pinned:
+            raise TypeError(
+                "data is an object that may be replaced while it is read: open(key, version=...)"
+            )
+        self._opened, self.size = opened, opened.size
+        self._turn = threading.Lock()
+
+    def view(self, start: int, end: int) -> Bytes | None:
+        return None
+
+    def read_into(self, start: int, out: Bytes) -> None:
+        with self._turn:
+            count = self._opened.read_into(out, start)
+        if count != len(out):
+            raise HpstoreError("the object became shorter while it was read")
+
+
 def as_source(data: object) -> PutSource:
-    """A source for what `put` was given: bytes-like or an open binary file."""
+    """A source for what `put` was given: bytes-like, an open binary file, an opened object."""
+    if hasattr(data, "pinned"):
+        return VersionSource(cast(OpenedObject, data))
     if isinstance(data, io.BytesIO):
         return MemorySource(data.getbuffer())
     if hasattr(data, "fileno") and hasattr(data, "read"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from hpstore.testing.simulation.machinery import STAGE
@@ -108,9 +108,12 @@ def _stops_at_gone_steps(exchange: Exchange) -> None:
 def _restores_older(exchange: Exchange) -> None:
     """A restore takes the step before the newest."""
     from hpstore.checkpoint.restore import collective_restore
+    from hpstore.checkpoint.tiers.nearest_step import StepCandidate
 
-    def untried(steps: Sequence[int], tried: Collection[int]) -> int | None:
-        left = sorted(step for step in steps if step not in tried)
+    def untried(
+        found: Iterable[StepCandidate], tried: Collection[StepCandidate]
+    ) -> StepCandidate | None:
+        left = sorted((each for each in found if each not in tried), key=lambda each: each.step)
         return left[-2] if len(left) > 1 else left[-1] if left else None
 
     exchange(collective_restore, "newest_untried", untried)

@@ -1,0 +1,1 @@
+"""Further pools behind the one that a run saves into: copies of its steps, and restores."""
