@@ -64,6 +64,16 @@ class Settings:
         0, "further losses that a write must survive, or it is refused"
     )
     direct: bool = setting(True, "O_DIRECT on local devices")
+    tls: str = setting(
+        "mutual",
+        'how disks of other hosts are reached: "mutual" TLS, or "plain" on a network that nobody '
+        "else can reach",
+    )
+    certificates: str = setting(
+        "",
+        "directory of ca.pem, certificate.pem and key.pem for other hosts; by default "
+        "~/.config/hpstore/tls",
+    )
     health: bool = setting(True, "slow devices are detected, and reads avoid them")
     group: str = setting("", "name or number of the group that new devices are given to")
     file_mode: int = setting(0o600, "of files made on devices, whatever the umask is")
@@ -120,7 +130,9 @@ class Settings:
             raise ConfigError("setting hedge_percent must be from 0 to 100")
         if self.workers_per_device > 64 or self.compute_threads > 256:
             raise ConfigError("at most 64 workers_per_device and 256 compute_threads")
-        for name in ("run_directory", "state_directory"):
+        if self.tls not in ("mutual", "plain"):
+            raise ConfigError(f'setting tls must be "mutual" or "plain", not {self.tls!r}')
+        for name in ("run_directory", "state_directory", "certificates"):
             if (where := getattr(self, name)) and not os.path.isabs(where):
                 raise ConfigError(f"setting {name} must be absolute: processes share it")
         if self.memory_bytes < 16 * MIB:
@@ -132,6 +144,11 @@ class Settings:
         """Directory of this pool's lock files on this host (never on a pool device)."""
         base = self.run_directory or f"{tempfile.gettempdir()}/hpstore-{os.getuid()}"
         return Path(base) / pool_id
+
+    def certificates_path(self) -> Path:
+        """Directory of this user's certificate for other hosts."""
+        where = self.certificates
+        return Path(where) if where else home("certificates") / ".config/hpstore/tls"
 
     def state_path(self, pool_id: str) -> Path:
         """Directory of what the agent of this host keeps about this pool."""

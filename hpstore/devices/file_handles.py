@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import TMP, raise_device_error
 from hpstore.devices.confined_names import open_beneath
-from hpstore.devices.horizon_guard import HorizonGuard
+from hpstore.devices.horizon_guard import NameGuard
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, ReadAbandoned
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.keys import OBJECTS
@@ -37,7 +37,7 @@ class LocalRoot(Protocol):
     def root_fd(self) -> int:
         """Descriptor of the device root in this process."""
 
-    def guarded(self, guard: HorizonGuard | None) -> AbstractContextManager[None]:
+    def guarded(self, guard: NameGuard | None) -> AbstractContextManager[None]:
         """Hold the horizon while a file gets its name."""
 
     def rename_into_place(self, old: str, new: str) -> None:
@@ -134,13 +134,13 @@ class LocalWriter:
     def sync(self) -> None:
         self._call("fdatasync", lambda: os.fdatasync(self._file))
 
-    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
+    def publish(self, path: str, guard: NameGuard | None = None) -> None:
         # unlocked first: a forked child holds a copy of the descriptor, and with it the lock
         self._call("unlock", lambda: fcntl.flock(self._file, fcntl.LOCK_UN))
         self._call("rename", lambda: self._rename(path, guard))
         self._call("close", self._close)
 
-    def _rename(self, path: str, guard: HorizonGuard | None) -> None:
+    def _rename(self, path: str, guard: NameGuard | None) -> None:
         with self._device.guarded(guard):
             device = self._device
             (device.rename_vital if self._vital else device.rename_into_place)(self._name, path)

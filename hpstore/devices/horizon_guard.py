@@ -11,6 +11,7 @@ import contextlib
 from dataclasses import dataclass
 from functools import lru_cache
 from hmac import compare_digest
+from typing import Protocol
 
 from hpstore.errors import HpstoreError, IntegrityError, NotAuthentic
 from hpstore.format.pool_key import PoolKey, Use
@@ -28,6 +29,34 @@ class HorizonPassed(HpstoreError):
     def __init__(self, text: str = "", *, horizon: int = 0) -> None:
         super().__init__(text)
         self.horizon = horizon
+
+
+class SectorMoved(HpstoreError):
+    """A counter's sector is not what it was compared with; `sector` is what it is now."""
+
+    def __init__(self, text: str = "", *, sector: bytes = b"") -> None:
+        super().__init__(text)
+        self.sector = sector
+
+
+class NameGuard(Protocol):
+    """What a local device compares with its horizon's sector, in one step with a rename."""
+
+    def check_sector(self, sector: bytes, url: str) -> None:
+        """Raise unless the name may be given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectorGuard:
+    """The horizon's sector must hold these bytes. For a host's service, which has no pool's key:
+    whether they allow the name was judged by the writer, who has."""
+
+    sector: bytes
+
+    def check_sector(self, sector: bytes, url: str) -> None:
+        """Raise SectorMoved unless it is the same."""
+        if sector != self.sector:
+            raise SectorMoved(f"the horizon of device {url} has moved", sector=sector)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +78,11 @@ class HorizonGuard:
             "the write is planned again",
             horizon=horizon,
         )
+
+    def check_sector(self, sector: bytes, url: str) -> None:
+        """The same by the bytes of its file. Raises IntegrityError, too."""
+        where = f"{url}/{HORIZON}"
+        self.check(decode_counter(HORIZON, sector, where=where, pool_key=self.pool_key), url)
 
 
 def encode_counter(name: str, value: int, pool_key: PoolKey | None = None) -> bytes:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from hpstore.devices.base import raise_device_error
 from hpstore.devices.confined_names import open_beneath, widen
@@ -16,7 +16,7 @@ from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
     MARK,
-    HorizonGuard,
+    NameGuard,
     decode_counter,
     encode_counter,
     risen,
@@ -95,18 +95,47 @@ class LocalCounters(ABC):
                 self.raise_counter(name, 0)
 
     def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
+        raised = [value]
+
+        def rise(data: bytes) -> bytes:
+            raised[0] = risen(name, data, value, pool_key)
+            return encode_counter(name, raised[0], pool_key)
+
+        self._rewrite(name, rise)
+        return raised[0]
+
+    def counter_sector(self, name: str) -> bytes:
+        """The bytes of a counter's file; none where it was never raised."""
+        try:
+            with self._counter_file(name, os.O_RDONLY) as fd:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                return os.pread(fd, COUNTER_BYTES, 0)
+        except FileNotFoundError:
+            return b""
+
+    def swap_counter_sector(self, name: str, expected: bytes, new: bytes) -> bytes:
+        """Write `new` over `expected`; what was there. Durable on return, also where another has
+        written it. As raise_counter, for callers that decode and seal counters elsewhere."""
+        found = [b""]
+
+        def swap(data: bytes) -> bytes:
+            found[0] = data
+            return new if data == expected else data
+
+        self._rewrite(name, swap)
+        return found[0]
+
+    def _rewrite(self, name: str, change: Callable[[bytes], bytes]) -> None:
         with self._counter_file(name, os.O_RDWR | self._creation(name)) as fd:
             self._lock_exclusively(fd, name)
             data = os.pread(fd, COUNTER_BYTES, 0)
-            value = risen(name, data, value, pool_key)
-            new = encode_counter(name, value, pool_key)
+            new = change(data)
             if new != data:
                 os.pwrite(fd, new, 0)
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.fdatasync(fd)  # also when another process has raised it, and not synced yet
             if not data:
                 os.fsync(self.root_fd())
-            return value
 
     def sync_removals(self) -> None:
         try:
@@ -128,12 +157,12 @@ class LocalCounters(ABC):
         )
 
     @contextlib.contextmanager
-    def guarded(self, guard: HorizonGuard | None) -> Iterator[None]:
+    def guarded(self, guard: NameGuard | None) -> Iterator[None]:
         """Hold the horizon where it is while a file gets its name. Raises HorizonPassed."""
         if guard is None:
             yield
             return
         with self._counter_file(HORIZON, os.O_RDONLY | self._creation(HORIZON)) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH)
-            guard.check(self._decoded(fd, HORIZON, guard.pool_key), self.url)
+            guard.check_sector(os.pread(fd, COUNTER_BYTES, 0), self.url)
             yield

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 from hpstore.config import Settings
 from hpstore.devices.ballast import BALLAST
@@ -28,11 +29,21 @@ from hpstore.errors import (
     NotAuthentic,
 )
 from hpstore.format.device_urls import has_secrets, without_secrets
+from hpstore.format.host_calls import SCHEME
 from hpstore.format.keys import OBJECTS
 from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.runtime.deadline_wait import Patience
 from hpstore.runtime.scheduler import Scheduler
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A device whose root is made ready, once, before it is used."""
+
+    def prepare(self) -> None:
+        """Make the directories of a device root."""
+
 
 Opener = Callable[[str], Device]
 _OURS = {*DIRECTORIES, BALLAST, ESCAPED_NAMES, HORIZON, MARK, POOL_FILE, REGISTERS, RELEASED}
@@ -71,7 +82,8 @@ class Proof:
 
 
 def device_opener(settings: Settings, listed: Callable[[], Collection[str]] = tuple) -> Opener:
-    """How URLs become devices: a path or file:// is local, any other URL goes through fsspec.
+    """How URLs become devices: a path or file:// is local, hpd:// a disk of another
+    host, any other URL goes through fsspec.
 
     `listed`: URLs of the settings, with the passwords that are shown nowhere else.
     Raises ConfigError where Python would write names to disk in another encoding than UTF-8.
@@ -79,6 +91,8 @@ def device_opener(settings: Settings, listed: Callable[[], Collection[str]] = tu
     _require_utf8_names()
 
     def open_url(url: str) -> Device:
+        if url.startswith(SCHEME):
+            return _host_device(url, settings)
         if "://" in url and not url.startswith("file://"):
             whole = {without_secrets(known): known for known in listed()}
             return RemoteDevice(url if has_secrets(url) else whole.get(url, url))
@@ -95,6 +109,21 @@ def device_opener(settings: Settings, listed: Callable[[], Collection[str]] = tu
         )
 
     return open_url
+
+
+def _host_device(url: str, settings: Settings) -> Device:
+    """A disk of another host. Raises ConfigError where what that needs is not installed."""
+    try:
+        from hpstore.devices.host_device import HostDevice
+        from hpstore.runtime.mutual_tls import TlsFiles
+    except ImportError as error:
+        raise ConfigError(
+            f"device {url} is on another host, which needs {error.name}: install hpstore[hosts]"
+        ) from error
+    secure = None
+    if settings.tls == "mutual":
+        secure = TlsFiles(settings.certificates_path(), server=False).call
+    return HostDevice(url, seconds=settings.device_deadline_seconds, secure=secure)
 
 
 def _require_utf8_names() -> None:
@@ -298,7 +327,7 @@ def claim(device: Device, identity: Identity) -> None:
     DeviceError when it does not work.
     """
     require_unused(device)
-    if isinstance(device, LocalDevice):
+    if isinstance(device, Preparable):
         device.prepare()
     device.probe(write=True)
     device.write_small(IDENTITY_FILE, identity.encode())

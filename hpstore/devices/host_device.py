@@ -1,0 +1,259 @@
+"""A disk of another host, hpd://host:port/number: a local device there, behind its service.
+
+What is promised is what the other side does before it answers: a file is written, synced, compared
+with the horizon and renamed, and its directories are synced, in the service's process. The pool's
+key stays here: counters are judged and sealed by this side, and the service compares their bytes.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from hpstore.devices.base import DirectoryEntry, Stamp, Usage
+from hpstore.devices.horizon_guard import (
+    COUNTER_BYTES,
+    HORIZON,
+    NameGuard,
+    decode_counter,
+    encode_counter,
+    risen,
+)
+from hpstore.devices.host_files import HostHold, HostReader, HostWriter
+from hpstore.devices.host_links import HostLinks, Secure
+from hpstore.errors import ConfigError, DeviceError, HpstoreError, IntegrityError, LockTimeout
+from hpstore.format.host_calls import (
+    MOST_BODY_BYTES,
+    MOST_LISTED,
+    PROTOCOL,
+    Json,
+    decode_listings,
+    encode_json,
+    parse_url,
+)
+from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import MAX_RECORD_BYTES
+
+_TRIES = 1000  # of a counter that others raise at the same time
+_MOST = 1 << 64  # of a number: an inode may be that large
+_MODES = ("direct", "buffered", "memory")
+
+
+class HostDevice:
+    """Files of one disk of a host.
+
+    Parameters
+    ----------
+    url
+        hpd://host:port/number.
+    seconds
+        How long the host may take for each step of a call; then DeviceTimeout.
+    secure
+        Makes a connected socket one of mutual TLS. None: what is sent can be read and changed on
+        its way.
+
+    Raises
+    ------
+    DeviceMissing, DeviceTimeout, DeviceDenied
+        The host does not answer, or not to this process.
+    """
+
+    def __init__(self, url: str, *, seconds: float, secure: Secure | None = None) -> None:
+        try:
+            place = parse_url(url)
+        except ValueError as error:
+            raise ConfigError(f"device {url}: {error}") from error
+        self.url = url.rstrip("/")
+        self.memory_alignment = 1
+        self._links = HostLinks(self.url, place, seconds, secure)
+        self._durable: set[str] = set()  # names that a commit has synced and nobody asked about yet
+        self._horizon = b""  # its sector, when it was seen last
+        try:
+            self.mode, self.folds_names = self._described(self._links.json("hello", again=True))
+        except BaseException:
+            self._links.close()
+            raise
+
+    def _described(self, answer: object) -> tuple[str, bool]:
+        found = answer if isinstance(answer, dict) else {}
+        if found.get("protocol") != PROTOCOL or found.get("mode") not in _MODES:
+            raise DeviceError(
+                f"device {self.url}: the host's service speaks protocol "
+                f"{str(found.get('protocol'))[:20]}, this process {PROTOCOL}. Nothing was changed; "
+                "upgrade the older one",
+                device=self.url,
+            )
+        return str(found["mode"]), found.get("folds_names") is True
+
+    def prepare(self) -> None:
+        """Make the directories of a device root there."""
+        self.mode, self.folds_names = self._described(self._links.json("prepare"))
+
+    def create(self, size_bytes: int, *, vital: bool = False) -> HostWriter:
+        handle, found = self._made("create", {"nbytes": size_bytes, "vital": vital})
+        return self._writer(handle, found)
+
+    def create_spare(self, size_bytes: int) -> HostWriter | None:
+        handle, found = self._made("create_spare", {"nbytes": size_bytes})
+        return self._writer(handle, found)
+
+    def _writer(self, handle: str, found: bytes) -> HostWriter:
+        made = self._links.decoded(found)
+        recycled = isinstance(made, dict) and made.get("recycled") is True
+        return HostWriter(self, self._links, handle, recycled)
+
+    def _made(self, operation: str, args: Json) -> tuple[str, bytes]:
+        """A call that opens something there, under a handle of ours; both. Whatever goes wrong, the
+        next call gives the handle up."""
+        handle = secrets.token_hex(8)
+        try:
+            return handle, self._links.call(operation, {"handle": handle, **args})
+        except BaseException:
+            self._links.give_up(handle)
+            raise
+
+    def open(self, path: str) -> HostReader:
+        return HostReader(self, self._links, path)
+
+    def open_handle(self, path: str) -> tuple[str, int, Stamp]:
+        """A handle, the size and the stamp of a file that is open there from now on."""
+        handle, found = self._made("open", {"path": path})
+        stamp = self._stamp(self._links.decoded(found))
+        return handle, stamp[2], stamp
+
+    def _stamp(self, found: object) -> Stamp:
+        inode, changed, size = self._numbers(found, 3)
+        return (inode, changed, size)
+
+    def _numbers(self, found: object, count: int) -> list[int]:
+        """An answer of so many whole numbers; a flag counts as one. Raises DeviceError."""
+        if isinstance(found, list) and len(found) == count:
+            numbers = [int(n) for n in found if isinstance(n, int) and abs(n) <= _MOST]
+            if len(numbers) == count:
+                return numbers
+        raise DeviceError(
+            f"device {self.url}: an answer is not {count} whole numbers", device=self.url
+        )
+
+    def read_small(self, path: str, max_bytes: int) -> bytes:
+        limit = min(max_bytes, MOST_BODY_BYTES)
+        return self._links.call("read_small", {"path": path, "most": limit}, again=True)
+
+    def write_small(self, path: str, data: bytes) -> None:
+        if len(data) > MAX_RECORD_BYTES:
+            raise DeviceError(f"{path} on {self.url} is larger than {MAX_RECORD_BYTES} bytes")
+        self._links.call("write_small", {"path": path}, bodies=[data])
+
+    def takes_records(self) -> bool:
+        return self._links.json("takes_records", again=True) is True
+
+    def entries(self, path: str) -> list[DirectoryEntry]:
+        return self._listings([path])[0]
+
+    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
+        return self._listings(paths[:MOST_LISTED])
+
+    def _listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
+        data = self._links.call("listings", bodies=[encode_json(list(paths))], again=True)
+        try:
+            found = decode_listings(data)
+        except IntegrityError as error:
+            raise DeviceError(f"device {self.url}: {error}", device=self.url) from error
+        if not 0 < len(found) <= len(paths):
+            raise DeviceError(f"device {self.url}: a listing lacks what was asked for")
+        return [[DirectoryEntry(*entry) for entry in names] for names in found]
+
+    def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
+        sector = self._sector(name)
+        return decode_counter(name, sector, where=f"{self.url}/{name}", pool_key=pool_key)
+
+    def _sector(self, name: str) -> bytes:
+        found = self._links.call("counter_sector", {"name": name}, again=True)[:COUNTER_BYTES]
+        if name == HORIZON:
+            self._horizon = found
+        return found
+
+    def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
+        """As of any device. The service compares and writes bytes: this side seals them."""
+        sector = self._sector(name)
+        for _ in range(_TRIES):
+            reached = risen(name, sector, value, pool_key)
+            new = encode_counter(name, reached, pool_key)
+            args: Json = {"name": name, "expected_bytes": len(sector)}
+            found = self._links.call("swap_counter_sector", args, bodies=[sector, new], again=True)[
+                :COUNTER_BYTES
+            ]
+            if found in (sector, new):
+                if name == HORIZON:
+                    self._horizon = new
+                return reached
+            sector = found
+        raise LockTimeout(
+            f"{name} of device {self.url} is raised by others all the time. It is tried again later"
+        )
+
+    def checked_horizon(self, guard: NameGuard) -> bytes:
+        """The sector of the horizon by which a guard allows a name. Raises what it raises."""
+        try:
+            guard.check_sector(self._horizon, self.url)
+        except HpstoreError:  # what was seen last may be old
+            guard.check_sector(self._sector(HORIZON), self.url)
+        return self._horizon
+
+    def note_horizon(self, sector: bytes) -> None:
+        """What it is now."""
+        self._horizon = sector[:COUNTER_BYTES]
+
+    def stamp(self, path: str) -> Stamp | None:
+        found = self._links.json("stamp", {"path": path}, again=True)
+        return None if found is None else self._stamp(found)
+
+    def delete(self, path: str) -> None:
+        self._links.call("delete", {"path": path})
+
+    def retire(self, path: str) -> None:
+        self._links.call("retire", {"path": path})
+
+    def quarantine(self, path: str) -> None:
+        self._links.call("quarantine", {"path": path})
+
+    def note_durable(self, path: str) -> None:
+        """A commit has made this name durable."""
+        if len(self._durable) < MOST_LISTED:  # of files that no caller syncs, such as spares
+            self._durable.add(path)
+
+    def sync_directory(self, path: str) -> None:
+        try:
+            self._durable.remove(path)  # by the commit that gave the name, before it was answered
+        except KeyError:
+            self._links.call("sync_directory", {"path": path}, again=True)
+
+    def sync_removals(self) -> None:
+        self._links.call("sync_removals", again=True)
+
+    def sweep(self) -> int:
+        return self._numbers([self._links.json("sweep")], 1)[0]
+
+    def usage(self) -> Usage:
+        total, free, kept, inodes, free_inodes, read_only = self._numbers(
+            self._links.json("usage", again=True), 6
+        )
+        return Usage(
+            total=total,
+            free=free,
+            kept=kept,
+            inodes=inodes,
+            free_inodes=free_inodes,
+            read_only=bool(read_only),
+        )
+
+    def hold(self, offset: int, nbytes: int) -> HostHold:
+        handle, found = self._made("hold", {"offset": offset, "nbytes": nbytes})
+        return HostHold(self._links, handle if found[:1] == b"+" else "", found[1:])
+
+    def probe(self, *, write: bool) -> None:
+        found = self._links.json("probe", {"write": write}, again=True)
+        self.mode, self.folds_names = self._described(found)
+
+    def close(self) -> None:
+        self._links.close()

@@ -1,0 +1,334 @@
+"""Connections of one process to a host's service, and calls over them.
+
+A call that is the same when it is made twice is made again once on a fresh connection where the old
+one has ended; every other one fails then, and may have been carried out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import ssl
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from hpstore.devices.horizon_guard import HorizonPassed
+from hpstore.errors import (
+    DescriptorsExhausted,
+    DeviceDenied,
+    DeviceError,
+    DeviceFull,
+    DeviceInUse,
+    DeviceMissing,
+    DeviceReadOnly,
+    DeviceTimeout,
+    HpstoreError,
+    IntegrityError,
+    LockTimeout,
+    ReadAbandoned,
+)
+from hpstore.format.host_calls import (
+    ABSENT,
+    FAILED,
+    GONE,
+    MOST_ANSWER_BYTES,
+    MOST_CLOSED,
+    REFUSED,
+    Json,
+    decode_json,
+    encode_json,
+)
+from hpstore.runtime.http_heads import MOST_HEAD_BYTES, Head, answer_head
+from hpstore.runtime.open_file_limit import exhausted_hint, note_exhausted
+from hpstore.runtime.wire_stream import WireStream
+
+Secure = Callable[[socket.socket, str], socket.socket]  # a connected socket, the host's name
+_CONNECT_SECONDS = 10.0
+_KEPT_IDLE = 4  # connections of a disk that wait for the next call
+_CLOSED_MOST = 4096  # handles that wait for a call to take them along
+_KINDS: dict[str, type[HpstoreError]] = {
+    kind.__name__: kind
+    for kind in (
+        DeviceDenied,
+        DeviceError,
+        DeviceFull,
+        DeviceInUse,
+        DeviceMissing,
+        DeviceReadOnly,
+        DeviceTimeout,
+        HorizonPassed,
+        IntegrityError,
+        LockTimeout,
+        ReadAbandoned,
+    )
+}
+
+
+class HandleGone(DeviceError):
+    """The service knows no such handle: it was restarted, or had given this process up."""
+
+
+class HostLinks:
+    """What a disk of a host is reached by. Thread-safe; a forked child has connections of its own.
+
+    `seconds`: how long the other side may take for each step of a call.
+    """
+
+    def __init__(
+        self, url: str, place: tuple[str, int, int], seconds: float, secure: Secure | None
+    ) -> None:
+        self.url, self._seconds, self._secure = url, seconds, secure
+        self._host, self._port, self._disk = place
+        self._renew()
+        _renew_at_fork(self)
+
+    def _renew(self) -> None:
+        self._idle: list[WireStream] = []
+        self._closed: deque[str] = deque(maxlen=_CLOSED_MOST)
+        self._session = secrets.token_hex(16)
+        self._lock = threading.Lock()  # guards _idle
+        self._over = False
+
+    def after_fork(self) -> None:
+        """In the child: the connections are the parent's. Its copies go, or the service would take
+        the parent for alive as long as the child lives."""
+        for stream in self._idle:
+            stream.close()
+        self._renew()
+
+    def call(
+        self,
+        operation: str,
+        args: Json | None = None,
+        *,
+        bodies: Sequence[memoryview | bytes] = (),
+        into: memoryview | None = None,
+        again: bool = False,
+    ) -> bytes:
+        """Make a call; the answer's body, which is put `into` memory of just its length if given.
+
+        `again`: it may be made twice. Raises what the device raised there, HandleGone,
+        DeviceDenied, DeviceTimeout, and DeviceMissing when the host cannot be reached.
+        """
+        for last in (False, True):
+            stream = self._take(fresh=last)
+            args = args if not (last and into is not None) else {**(args or {}), "whole": True}
+            try:
+                status, found = self._exchange(stream, operation, args or {}, bodies, into)
+            except HpstoreError:
+                stream.close()
+                raise
+            except TimeoutError as error:
+                stream.close()
+                raise self._timeout(operation) from error
+            except OSError as error:
+                stream.close()
+                if last or not again:
+                    self._raise(error, operation, again=again)
+            except BaseException:
+                stream.close()  # in the middle of a message
+                raise
+            else:
+                if status != 200:
+                    self._raise_answer(operation, status, found)
+                return found
+        raise AssertionError("the second try returns or raises")
+
+    def json(
+        self,
+        operation: str,
+        args: Json | None = None,
+        *,
+        bodies: Sequence[memoryview | bytes] = (),
+        again: bool = False,
+    ) -> object:
+        """As call, of one that answers in JSON."""
+        return self.decoded(self.call(operation, args, bodies=bodies, again=again))
+
+    def decoded(self, data: bytes) -> object:
+        """An answer in JSON. Raises DeviceError for one that is none."""
+        try:
+            return decode_json(data)
+        except IntegrityError as error:
+            raise self._nonsense("a call", error) from error
+
+    def give_up(self, handle: str) -> None:
+        """Let the next call give a handle up. Never waits, never raises."""
+        self._closed.append(handle)
+
+    def _exchange(
+        self,
+        stream: WireStream,
+        operation: str,
+        args: Json,
+        bodies: Sequence[memoryview | bytes],
+        into: memoryview | None,
+    ) -> tuple[int, bytes]:
+        """The status and the body of the answer."""
+        stream.limit(self._seconds)
+        closed = self._closing()
+        try:
+            stream.send([self._head(operation, args, closed, sum(map(len, bodies))), *bodies])
+            data = stream.head(self._seconds, self._seconds)
+            if data is None:
+                raise ConnectionResetError("closed")
+        except BaseException:
+            self._closed.extend(closed)  # twice does no harm
+            raise
+        try:
+            head = answer_head(data)
+        except IntegrityError as error:
+            raise self._nonsense(operation, error) from error
+        found = self._body(stream, head, into, operation)
+        self._put_back(stream, head)
+        return head.status, found
+
+    def _head(self, operation: str, args: Json, closed: list[str], nbytes: int) -> bytes:
+        head = (
+            f"POST /v1/{self._disk}/{operation} HTTP/1.1\r\nHost: {self._host}\r\n"
+            f"Hpd-Session: {self._session}\r\nHpd-Deadline-Ms: {max(1, int(self._seconds * 1e3))}"
+            f"\r\nHpd-Args: {encode_json(args).decode()}\r\n"
+        )
+        if closed:
+            head += f"Hpd-Close: {','.join(closed)}\r\n"
+        made = f"{head}Content-Length: {nbytes}\r\n\r\n".encode("ascii")
+        if len(made) > MOST_HEAD_BYTES:
+            raise DeviceError(f"device {self.url}: a name is too long for a call", device=self.url)
+        return made
+
+    def _closing(self) -> list[str]:
+        found: list[str] = []
+        with contextlib.suppress(IndexError):
+            while len(found) < MOST_CLOSED:
+                found.append(self._closed.popleft())
+        return found
+
+    def _body(
+        self, stream: WireStream, head: Head, into: memoryview | None, operation: str
+    ) -> bytes:
+        stream.limit(self._seconds)
+        if into is not None and head.status == 200:
+            if head.body_bytes != len(into):
+                raise self._nonsense(operation, f"{head.body_bytes} of {len(into)} bytes")
+            stream.fill(into)
+            return b""
+        if head.body_bytes > MOST_ANSWER_BYTES:
+            raise self._nonsense(operation, f"an answer of {head.body_bytes} bytes")
+        data = bytearray(head.body_bytes)
+        stream.fill(memoryview(data))
+        return bytes(data)
+
+    def _take(self, *, fresh: bool) -> WireStream:
+        """An idle connection that has not ended meanwhile, or a new one."""
+        while not fresh:
+            with self._lock:
+                stream = self._idle.pop() if self._idle else None
+            if stream is None:
+                break
+            if stream.silent():
+                return stream
+            stream.close()
+        seconds = min(_CONNECT_SECONDS, self._seconds)
+        try:
+            sock = socket.create_connection((self._host, self._port), seconds)
+        except TimeoutError as error:
+            raise self._timeout("connecting") from error
+        except OSError as error:
+            self._raise(error, "connecting")
+        try:
+            return WireStream(sock if self._secure is None else self._secure(sock, self._host))
+        except TimeoutError as error:
+            sock.close()
+            raise self._timeout("connecting") from error
+        except OSError as error:
+            sock.close()
+            self._raise(error, "connecting")
+        except BaseException:
+            sock.close()
+            raise
+
+    def _put_back(self, stream: WireStream, head: Head) -> None:
+        ends = head.fields.get("connection", "").lower() == "close"
+        with self._lock:
+            keep = not self._over and not ends and len(self._idle) < _KEPT_IDLE
+            if keep:
+                self._idle.append(stream)
+        if not keep:
+            stream.close()
+
+    def _raise_answer(self, operation: str, status: int, data: bytes) -> NoReturn:
+        """Raise what the service says of a call that was not carried out, or failed."""
+        try:
+            said = decode_json(data)
+        except IntegrityError as error:
+            raise self._nonsense(operation, error) from error
+        found = said if isinstance(said, dict) else {}
+        name, text = str(found.get("error", "")), str(found.get("text", ""))[:2000]
+        if status == FAILED and name == ABSENT:
+            raise FileNotFoundError(errno.ENOENT, f"device {self.url}: {text}")
+        text = f"device {self.url}: {text}"
+        if status == GONE:
+            raise HandleGone(text, device=self.url)
+        if status == REFUSED:
+            raise DeviceDenied(text, device=self.url)
+        raise _KINDS.get(name, DeviceError)(text, device=self.url)
+
+    def _timeout(self, operation: str) -> DeviceTimeout:
+        return DeviceTimeout(
+            f"device {self.url}: no answer to {operation} within {self._seconds:.1f} s; the host "
+            "hangs, or cannot be reached. What was called may still happen",
+            device=self.url,
+        )
+
+    def _nonsense(self, operation: str, what: object) -> DeviceError:
+        return DeviceError(
+            f"device {self.url}: what answers {operation} there does not follow the protocol of "
+            f"hpstore's hosts ({what})",
+            device=self.url,
+        )
+
+    def _raise(self, error: OSError, operation: str, *, again: bool = True) -> NoReturn:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            note_exhausted()
+            raise DescriptorsExhausted(
+                f"{operation} was not tried on device {self.url}: {exhausted_hint()}",
+                device=self.url,
+            ) from error
+        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+            reason = getattr(error, "verify_message", "") or error.reason or str(error)
+            raise DeviceDenied(
+                f"device {self.url}: {operation} was refused by TLS: {reason}. Look at the "
+                "certificates of this user and of the host; `hpstore host init` makes them",
+                device=self.url,
+            ) from error
+        reason = error.strerror or str(error)
+        done = "" if again else " What was called may have happened."
+        raise DeviceMissing(
+            f"device {self.url}: {operation} failed: {reason}. Is the host up, and does "
+            f"`hpstore host serve` run there?{done}",
+            device=self.url,
+        ) from error
+
+    def close(self) -> None:
+        """Close idle connections, and those in use when their calls end; more can be made."""
+        with self._lock:
+            idle, self._idle, self._over = self._idle, [], True
+        for stream in idle:
+            stream.close()
+
+
+def _renew_at_fork(links: HostLinks) -> None:
+    reference = weakref.ref(links)
+
+    def renew() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.after_fork()
+
+    os.register_at_fork(after_in_child=renew)

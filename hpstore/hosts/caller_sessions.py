@@ -1,0 +1,143 @@
+"""What processes of other hosts hold open here, and when they are taken to be gone.
+
+A session is the connections of one process to this service. It ends with the last of them: the
+kernel closes those of a process that dies, and its keep-alive those of a host that is gone, without
+any clock of ours. A process that is stopped keeps its locks, as it does on a local disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from hpstore.errors import DeviceError, HpstoreError
+
+_log = logging.getLogger(__name__)
+
+
+class UnknownHandle(DeviceError):
+    """No such handle in this session."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldFile:
+    """An open file, a new one, or a range of registers, and how it is given up.
+
+    `shared`: several threads may use it at once; else calls wait for each other.
+    """
+
+    item: object
+    disk: int
+    give_up: Callable[[], None]
+    shared: bool = False
+    users: int = 0
+    over: bool = False
+    turn: threading.Lock = field(default_factory=threading.Lock)
+
+
+class CallerSession:
+    """Handles of one process, by number."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self.handles: dict[str, HeldFile] = {}
+
+
+class CallerSessions:
+    """All sessions of a service. Thread-safe."""
+
+    def __init__(self, most_handles: int) -> None:
+        self._most, self._count = most_handles, 0
+        self._sessions: dict[tuple[str, str], CallerSession] = {}
+        self._lock = threading.Lock()  # guards all sessions, their handles, users and over
+
+    def join(self, key: tuple[str, str]) -> None:
+        """A connection belongs to a session from now on: of a peer, by the name it has there."""
+        with self._lock:
+            self._sessions.setdefault(key, CallerSession()).connections += 1
+
+    def leave(self, key: tuple[str, str]) -> None:
+        """A connection has ended; with the last one goes all that the session holds."""
+        with self._lock:
+            session = self._sessions[key]
+            session.connections -= 1
+            if session.connections:
+                return
+            del self._sessions[key]
+            left = list(session.handles.values())
+            self._count -= len(left)
+        for held in left:
+            self._end(held)
+
+    def holds(self, key: tuple[str, str]) -> bool:
+        """Whether a session holds anything."""
+        with self._lock:
+            return bool(self._sessions[key].handles)
+
+    def keep(self, key: tuple[str, str], handle: str, held: HeldFile) -> None:
+        """Hold something for a session, under a handle that the caller has drawn: so it can give up
+        what it never had an answer about.
+
+        Raises DeviceError where there are too many, or the handle is there; it is given up then.
+        """
+        with self._lock:
+            handles = self._sessions[key].handles
+            known = handle in handles
+            room = self._count < self._most
+            if room and not known:
+                self._count += 1
+                handles[handle] = held
+                return
+        self._end(held)
+        if known:
+            raise DeviceError("the handle is in use")
+        raise DeviceError(
+            f"{self._most} files are open here for other hosts, which is the limit of this "
+            "service: close some, or raise --handles"
+        )
+
+    @contextlib.contextmanager
+    def use(self, key: tuple[str, str], handle: str, disk: int) -> Iterator[object]:
+        """What a handle stands for, which is not given up inside. Raises UnknownHandle."""
+        with self._lock:
+            held = self._sessions[key].handles.get(handle)
+            if held is None or held.disk != disk:
+                raise UnknownHandle(
+                    "no such handle: the service was restarted, or had lost the process it was for"
+                )
+            held.users += 1
+        try:
+            with contextlib.nullcontext() if held.shared else held.turn:
+                yield held.item
+        finally:
+            with self._lock:
+                held.users -= 1
+                last = held.over and not held.users
+            if last:
+                self._let_go(held)
+
+    def drop(self, key: tuple[str, str], handle: str) -> None:
+        """Give a handle up; an unknown one is fine."""
+        with self._lock:
+            held = self._sessions[key].handles.pop(handle, None)
+            if held is None:
+                return
+            self._count -= 1
+        self._end(held)
+
+    def _end(self, held: HeldFile) -> None:
+        """Give it up now, or when the last call that uses it returns."""
+        with self._lock:
+            held.over = True
+            busy = held.users > 0
+        if not busy:
+            self._let_go(held)
+
+    def _let_go(self, held: HeldFile) -> None:
+        try:
+            held.give_up()
+        except (HpstoreError, OSError) as error:
+            _log.info("what a session held was not given up in order: %s", error)

@@ -1,0 +1,428 @@
+"""What can be called on an exported disk: who may, with which arguments, and what it does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TypeVar
+
+from hpstore.devices.base import RECYCLE, REGISTERS_BYTES, TMP
+from hpstore.devices.file_handles import LocalWriter
+from hpstore.devices.holds import LocalHold
+from hpstore.devices.horizon_guard import (
+    COUNTER_BYTES,
+    HORIZON,
+    MARK,
+    SectorGuard,
+    SectorMoved,
+    decode_counter,
+)
+from hpstore.devices.local import LocalDevice
+from hpstore.errors import DeviceDenied, DeviceError, IntegrityError
+from hpstore.format.geometry import ALIGNMENT_BYTES
+from hpstore.format.host_calls import (
+    MOST_BODY_BYTES,
+    MOST_LISTED,
+    PROTOCOL,
+    Json,
+    check_directory_path,
+    check_file_path,
+    check_handle,
+    decode_json,
+    encode_json,
+    encode_listings,
+)
+from hpstore.format.keys import OBJECTS
+from hpstore.format.records import MAX_RECORD_BYTES
+from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
+from hpstore.hosts.caller_sessions import CallerSessions, HeldFile
+
+T = TypeVar("T")
+_MOST_FILE_BYTES = 1 << 50
+_MOST_HELD_BYTES = REGISTERS_BYTES  # of registers that one hold reads
+
+
+class RoleTooLow(DeviceDenied):
+    """The certificate of a caller does not allow the call."""
+
+
+class CallerRole(IntEnum):
+    """What a caller may do; each includes those below it."""
+
+    READER = 1
+    WRITER = 2
+    KEEPER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call whose form was checked. `body`: bytes of a small one; large ones are streamed."""
+
+    session: tuple[str, str]
+    role: CallerRole
+    disk: int
+    args: Json
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskOperation:
+    """`checks`: what each argument must be, by name; all must be there and no other.
+
+    `body_bytes`: the most that its body may be. Streamed ones have no `run`.
+    """
+
+    role: CallerRole
+    checks: Mapping[str, Callable[[object], object]] = field(default_factory=dict)
+    body_bytes: int = 0
+    run: Callable[[LocalDevice, CallerSessions, Request], bytes] | None = None
+
+    def checked(self, args: Json) -> Json:
+        """The arguments. Raises IntegrityError."""
+        if args.keys() != self.checks.keys():
+            raise IntegrityError(f"arguments are {', '.join(self.checks) or 'none'}")
+        try:
+            return {name: check(args[name]) for name, check in self.checks.items()}
+        except MALFORMED as error:
+            raise IntegrityError(f"an argument is wrong: {brief(error)}") from error
+
+
+def _offset(value: object) -> int:
+    return whole(value, "an offset", most=_MOST_FILE_BYTES)
+
+
+def _aligned(value: object) -> int:
+    found = _offset(value)
+    if found % ALIGNMENT_BYTES:
+        raise ValueError(f"an offset or a size is a multiple of {ALIGNMENT_BYTES}")
+    return found
+
+
+def _piece(value: object) -> int:
+    return whole(_aligned(value), "a size", least=ALIGNMENT_BYTES, most=MOST_BODY_BYTES)
+
+
+def _most(value: object) -> int:
+    return whole(value, "a size", most=MOST_BODY_BYTES)
+
+
+def _held(value: object) -> int:
+    return whole(value, "a size", least=1, most=_MOST_HELD_BYTES)
+
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("a flag is true or false")
+    return value
+
+
+def _counter(value: object) -> str:
+    if value not in (HORIZON, MARK):
+        raise ValueError("no such counter")
+    return str(value)
+
+
+def number(args: Json, name: str) -> int:
+    """An argument that was checked to be one."""
+    value = args[name]
+    assert isinstance(value, int)
+    return value
+
+
+def require(role: CallerRole, least: CallerRole, what: str) -> None:
+    """Raise RoleTooLow where a caller may not do that."""
+    if role < least:
+        raise RoleTooLow(
+            f"{what} needs the role {least.name.lower()}; the certificate of the caller has "
+            f"{role.name.lower()}"
+        )
+
+
+def _require_for_record(request: Request, what: str) -> None:
+    """Records in a device's root say who is a member: changing them is the keeper's."""
+    if "/" not in str(request.args["path"]):
+        require(request.role, CallerRole.KEEPER, what)
+
+
+def describe(device: LocalDevice) -> bytes:
+    """What a caller must know of a device."""
+    return encode_json(
+        {"protocol": PROTOCOL, "mode": device.mode, "folds_names": device.folds_names}
+    )
+
+
+def _hello(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
+    return describe(device)
+
+
+def _prepare(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
+    device.prepare()
+    return describe(device)
+
+
+def _probe(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    write = request.args["write"] is True
+    if write:
+        require(request.role, CallerRole.WRITER, "a probe that writes")
+    device.probe(write=write)
+    return describe(device)
+
+
+def _keep(sessions: CallerSessions, request: Request, held: HeldFile) -> None:
+    sessions.keep(request.session, str(request.args["handle"]), held)
+
+
+def _kept_writer(writer: LocalWriter, sessions: CallerSessions, request: Request) -> bytes:
+    _keep(sessions, request, HeldFile(writer, request.disk, writer.abort))
+    return encode_json({"recycled": writer.recycled})
+
+
+def _create(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    vital = request.args["vital"] is True
+    writer = device.create(number(request.args, "nbytes"), vital=vital)
+    return _kept_writer(writer, sessions, request)
+
+
+def _create_spare(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    return _kept_writer(device.create_spare(number(request.args, "nbytes")), sessions, request)
+
+
+def _open(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    reader = device.open(str(request.args["path"]))
+    status = os.fstat(reader.descriptor)
+    held = HeldFile(reader, request.disk, reader.close, shared=True)
+    _keep(sessions, request, held)
+    return encode_json([status.st_ino, status.st_mtime_ns, status.st_size])
+
+
+def of_kind(item: object, kind: type[T]) -> T:
+    """What a handle stands for, if it is that. Raises DeviceError."""
+    if not isinstance(item, kind):
+        raise DeviceError("the handle is not of what the call is for")
+    return item
+
+
+def _sync(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    with sessions.use(request.session, str(request.args["handle"]), request.disk) as item:
+        of_kind(item, LocalWriter).sync()
+    return b""
+
+
+def _commit(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    """Give a file its name if the horizon's sector is what the caller judged; durable when it is
+    answered. Answers '!' and the sector where it has moved."""
+    path, handle = str(request.args["path"]), str(request.args["handle"])
+    guard = SectorGuard(sector=request.body) if request.args["guarded"] is True else None
+    with sessions.use(request.session, handle, request.disk) as item:
+        writer = of_kind(item, LocalWriter)
+        try:
+            writer.publish(path, guard)
+        except SectorMoved as moved:
+            return b"!" + moved.sector
+        device.sync_directory(path)
+    sessions.drop(request.session, handle)
+    return b""
+
+
+def _give_up(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    sessions.drop(request.session, str(request.args["handle"]))
+    return b""
+
+
+def _read_small(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    return device.read_small(str(request.args["path"]), number(request.args, "most"))
+
+
+def _write_small(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    _require_for_record(request, "writing a record of membership")
+    device.write_small(str(request.args["path"]), request.body)
+    return b""
+
+
+def _takes_records(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
+    return encode_json(device.takes_records())
+
+
+def _listings(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    paths = decode_json(request.body)
+    if not isinstance(paths, list) or not 0 < len(paths) <= MOST_LISTED:
+        raise IntegrityError(f"what is listed is 1 to {MOST_LISTED} directories")
+    try:
+        checked = [check_directory_path(path) for path in paths]
+    except MALFORMED as error:
+        raise IntegrityError(f"a directory is wrong: {brief(error)}") from error
+    return encode_listings(device.listings(checked))
+
+
+def _counter_sector(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    return device.counter_sector(str(request.args["name"]))
+
+
+def _swap_counter_sector(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    name, border = str(request.args["name"]), number(request.args, "expected_bytes")
+    expected, new = request.body[:border], request.body[border:]
+    if name == HORIZON:
+        require(request.role, CallerRole.KEEPER, "raising the horizon")
+    if len(new) != COUNTER_BYTES or border > COUNTER_BYTES:
+        raise IntegrityError(f"a counter is {COUNTER_BYTES} bytes")
+    decode_counter(name, new, where=name)  # raises; whether it has risen, the caller's key says
+    return device.swap_counter_sector(name, expected, new)
+
+
+def _stamp(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    return encode_json(device.stamp(str(request.args["path"])))
+
+
+def _delete(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    _require_for_record(request, "removing a record of membership")
+    device.delete(str(request.args["path"]))
+    return b""
+
+
+def _retire(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    _require_for_record(request, "removing a record of membership")
+    device.retire(str(request.args["path"]))
+    return b""
+
+
+def _quarantine(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    _require_for_record(request, "removing a record of membership")
+    device.quarantine(str(request.args["path"]))
+    return b""
+
+
+def _sync_directory(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+    device.sync_directory(str(request.args["path"]))
+    return b""
+
+
+def _sync_removals(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
+    device.sync_removals()
+    return b""
+
+
+def _sweep(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
+    return encode_json(device.sweep())
+
+
+def _usage(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
+    usage = device.usage()
+    return encode_json(
+        [
+            usage.total,
+            usage.free,
+            usage.kept,
+            usage.inodes,
+            usage.free_inodes,
+            usage.read_only,
+        ]
+    )
+
+
+def _hold(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    hold = device.hold(number(request.args, "offset"), number(request.args, "nbytes"))
+    if not hold.taken:
+        return b"-" + hold.content
+    _keep(sessions, request, HeldFile(hold, request.disk, hold.release))
+    return b"+" + hold.content
+
+
+def _write_hold(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    offset = number(request.args, "offset")
+    with sessions.use(request.session, str(request.args["handle"]), request.disk) as item:
+        hold = of_kind(item, LocalHold)
+        if offset + len(request.body) > len(hold.content):
+            raise DeviceError("a write is beyond the range that is held")
+        hold.write(offset, request.body)
+    return b""
+
+
+def _below(*folders: str) -> Callable[[object], str]:
+    """A check of paths below these folders."""
+
+    def check(value: object) -> str:
+        path = check_file_path(value)
+        if not path.startswith(tuple(f"{folder}/" for folder in folders)):
+            raise ValueError(f"the path is not below {' or '.join(folders)}")
+        return path
+
+    return check
+
+
+def _not_unfinished(value: object) -> str:
+    """A path of no file that is being written: those are their writers'."""
+    path = check_file_path(value)
+    if path.startswith(f"{TMP}/"):
+        raise ValueError("the path is below tmp")
+    return path
+
+
+_PATH = {"path": check_file_path}
+_NAMED = {"path": _not_unfinished}
+_HANDLE = {"handle": check_handle}
+READ, WRITE = "read", "write"
+OPERATIONS: Mapping[str, DiskOperation] = {
+    "hello": DiskOperation(role=CallerRole.READER, run=_hello),
+    "open": DiskOperation(role=CallerRole.READER, checks={**_HANDLE, **_PATH}, run=_open),
+    READ: DiskOperation(
+        role=CallerRole.READER,
+        checks={**_HANDLE, "offset": _aligned, "nbytes": _piece, "whole": _flag},
+    ),
+    "read_small": DiskOperation(
+        role=CallerRole.READER, checks={**_PATH, "most": _most}, run=_read_small
+    ),
+    "listings": DiskOperation(role=CallerRole.READER, body_bytes=MOST_BODY_BYTES, run=_listings),
+    "stamp": DiskOperation(role=CallerRole.READER, checks=_PATH, run=_stamp),
+    "counter_sector": DiskOperation(
+        role=CallerRole.READER, checks={"name": _counter}, run=_counter_sector
+    ),
+    "usage": DiskOperation(role=CallerRole.READER, run=_usage),
+    "probe": DiskOperation(role=CallerRole.READER, checks={"write": _flag}, run=_probe),
+    "close": DiskOperation(role=CallerRole.READER, checks=_HANDLE, run=_give_up),
+    "create": DiskOperation(
+        role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": _offset, "vital": _flag}, run=_create
+    ),
+    "create_spare": DiskOperation(
+        role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": _offset}, run=_create_spare
+    ),
+    WRITE: DiskOperation(
+        role=CallerRole.WRITER, checks={**_HANDLE, "offset": _aligned}, body_bytes=MOST_BODY_BYTES
+    ),
+    "sync": DiskOperation(role=CallerRole.WRITER, checks=_HANDLE, run=_sync),
+    "commit": DiskOperation(
+        role=CallerRole.WRITER,
+        checks={**_HANDLE, "path": _below(OBJECTS, RECYCLE), "guarded": _flag},
+        body_bytes=COUNTER_BYTES,
+        run=_commit,
+    ),
+    "abort": DiskOperation(role=CallerRole.WRITER, checks=_HANDLE, run=_give_up),
+    "write_small": DiskOperation(
+        role=CallerRole.WRITER, checks=_NAMED, body_bytes=MAX_RECORD_BYTES, run=_write_small
+    ),
+    "takes_records": DiskOperation(role=CallerRole.WRITER, run=_takes_records),
+    "swap_counter_sector": DiskOperation(
+        role=CallerRole.WRITER,
+        checks={"name": _counter, "expected_bytes": _most},
+        body_bytes=2 * COUNTER_BYTES,
+        run=_swap_counter_sector,
+    ),
+    "delete": DiskOperation(role=CallerRole.WRITER, checks=_NAMED, run=_delete),
+    "retire": DiskOperation(role=CallerRole.WRITER, checks=_NAMED, run=_retire),
+    "quarantine": DiskOperation(role=CallerRole.WRITER, checks=_NAMED, run=_quarantine),
+    "sync_directory": DiskOperation(role=CallerRole.WRITER, checks=_PATH, run=_sync_directory),
+    "sync_removals": DiskOperation(role=CallerRole.WRITER, run=_sync_removals),
+    "sweep": DiskOperation(role=CallerRole.WRITER, run=_sweep),
+    "hold": DiskOperation(
+        role=CallerRole.WRITER, checks={**_HANDLE, "offset": _offset, "nbytes": _held}, run=_hold
+    ),
+    "write_hold": DiskOperation(
+        role=CallerRole.WRITER,
+        checks={**_HANDLE, "offset": _offset},
+        body_bytes=REGISTERS_BYTES,
+        run=_write_hold,
+    ),
+    "release": DiskOperation(role=CallerRole.WRITER, checks=_HANDLE, run=_give_up),
+    "prepare": DiskOperation(role=CallerRole.KEEPER, run=_prepare),
+}

@@ -1,0 +1,100 @@
+"""Heads of HTTP/1.1 messages: llhttp reads them, in its strict mode. Bodies never come here.
+
+A head is bounded before it is parsed. Each one gets a parser of its own, so nothing of a message
+can reach into the next; a body is what Content-Length says, and no other framing is understood
+(docs/decisions/0135).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import httptools
+
+from hpstore.errors import IntegrityError
+from hpstore.format.untrusted_bytes import brief
+
+MOST_HEAD_BYTES = 8192
+END = b"\r\n\r\n"
+_NUMBER = re.compile(rb"(?:0|[1-9][0-9]{0,15})")
+_ASCII = re.compile(rb"[\r\n\x20-\x7e]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What a head says. `target` is that of a request, `status` that of an answer."""
+
+    target: str = ""
+    status: int = 0
+    body_bytes: int = 0
+    fields: dict[str, str] = field(default_factory=dict)  # by lower-case name
+
+
+class _Collector:
+    """What llhttp calls while it reads one head."""
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.fields: dict[str, str] = {}
+        self.messages = 0
+
+    def on_url(self, part: bytes) -> None:
+        self.target += part
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.decode("ascii").lower()
+        if key in self.fields:
+            raise ValueError(f"the field {key} is there twice")
+        self.fields[key] = value.decode("ascii").strip()
+
+    def on_headers_complete(self) -> None:
+        self.messages += 1
+
+
+def request_head(data: bytes) -> Head:
+    """The head of a request, with its blank line. Raises IntegrityError for any but one POST."""
+    found = _Collector()
+    parser = httptools.HttpRequestParser(found)
+    fields = _parsed(parser, found, data)
+    if parser.get_method() != b"POST" or parser.should_upgrade():
+        raise IntegrityError("a request is a POST")
+    return Head(target=found.target.decode("ascii"), body_bytes=_body_bytes(fields), fields=fields)
+
+
+def answer_head(data: bytes) -> Head:
+    """The head of an answer. Raises IntegrityError."""
+    found = _Collector()
+    parser = httptools.HttpResponseParser(found)
+    fields = _parsed(parser, found, data)
+    if "content-length" not in fields:
+        raise IntegrityError("an answer has no Content-Length")
+    return Head(status=parser.get_status_code(), body_bytes=_body_bytes(fields), fields=fields)
+
+
+def _parsed(
+    parser: httptools.HttpRequestParser | httptools.HttpResponseParser,
+    found: _Collector,
+    data: bytes,
+) -> dict[str, str]:
+    """Run the parser over exactly one head; its fields. Raises IntegrityError."""
+    if len(data) > MOST_HEAD_BYTES or not data.endswith(END) or data.find(END) != len(data) - 4:
+        raise IntegrityError(f"a head is up to {MOST_HEAD_BYTES} bytes and one blank line")
+    if not _ASCII.fullmatch(data):
+        raise IntegrityError("a head is printable ASCII")
+    try:
+        parser.feed_data(data)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade, ValueError) as error:
+        raise IntegrityError(f"a head is malformed: {brief(error)}") from error
+    if found.messages != 1 or parser.get_http_version() != "1.1":
+        raise IntegrityError("a message is HTTP/1.1")
+    if "transfer-encoding" in found.fields:
+        raise IntegrityError("a body is as long as Content-Length says; nothing is chunked")
+    return found.fields
+
+
+def _body_bytes(fields: dict[str, str]) -> int:
+    text = fields.get("content-length", "0")
+    if not _NUMBER.fullmatch(text.encode("ascii")):
+        raise IntegrityError("Content-Length is no number")
+    return int(text)
