@@ -23,6 +23,7 @@ from hpstore.cli.agent_commands import agents
 from hpstore.cli.checkpoint_commands import checkpoints
 from hpstore.cli.dataset_commands import datasets
 from hpstore.cli.health_commands import health
+from hpstore.cli.host_commands import hosts
 from hpstore.cli.memory_commands import memory
 
 Commands = dict[str, Callable[..., None]]
@@ -123,6 +124,7 @@ for _name, _made in {
     "agent": agents,
     "health": health,
     "memory": memory,
+    "host": hosts,
 }.items():
     app.add_typer(_made, name=_name, rich_help_panel=_GROUPS)
 _add(app, POOL, _POOL)

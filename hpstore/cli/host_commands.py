@@ -1,0 +1,121 @@
+"""Host commands: serve this host's disks to pools on other hosts; make certificates."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpstore.agent.http_server import parse_listen
+from hpstore.cli.options import Json
+from hpstore.cli.output import say
+from hpstore.config import Settings
+from hpstore.errors import ConfigError
+from hpstore.units import parse_bytes
+
+hosts = typer.Typer(
+    no_args_is_help=True, help="Disks of this host for pools on others: serve, init."
+)
+_NEEDS = "install hpstore[hosts], which has it"
+
+
+@hosts.command()
+def serve(
+    disks: Annotated[list[str], typer.Argument(help="directories, numbered from 0 in this order")],
+    listen: Annotated[str, typer.Option(help="ADDRESS:PORT of the storage network")],
+    tls: Annotated[
+        str, typer.Option(help='"mutual", or "plain" on a network that only these hosts can reach')
+    ] = "mutual",
+    certificates: Annotated[
+        Path | None, typer.Option(help="directory of ca.pem, certificate.pem and key.pem")
+    ] = None,
+    recycle: Annotated[str, typer.Option(help="files kept for overwriting, on each disk")] = "2GiB",
+    direct: Annotated[bool, typer.Option(help="O_DIRECT")] = True,
+    connections: Annotated[int, typer.Option(help="at once, of all callers")] = 1024,
+    handles: Annotated[int, typer.Option(help="files open at once, of all callers")] = 16384,
+    memory: Annotated[str, typer.Option(help="for bodies under way")] = "256MiB",
+) -> None:
+    """Serve disks of this host, each as hpd://HOST:PORT/NUMBER, until it is ended.
+
+    hpstore host serve --listen 10.0.0.2:7200 /mnt/a /mnt/b
+    """
+    try:
+        from hpstore.hosts.host_limits import HostLimits
+        from hpstore.hosts.running_service import default_certificates, run_until_ended, serving
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed: {_NEEDS}") from error
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    host, port = parse_listen(listen)
+    settings = Settings(
+        tls=tls,
+        certificates=default_certificates(certificates),
+        recycle_bytes=parse_bytes(recycle),
+        direct=direct,
+    )
+    if connections < 1 or handles < 1:
+        raise ConfigError("--connections and --handles are at least 1")
+    limits = HostLimits(
+        connections=connections,
+        connections_of_peer=max(1, connections // 2),
+        handles=handles,
+        arena_bytes=parse_bytes(memory),
+    )
+    with serving(host.strip("[]"), port, disks, settings, limits) as service:
+
+        def began() -> None:
+            at, number = service.address
+            at = f"[{at}]" if ":" in at else at
+            for index, disk in enumerate(disks):
+                sys.stdout.write(f"hpd://{at}:{number}/{index} is {disk}\n")
+            sys.stdout.flush()
+
+        run_until_ended(began)
+
+
+@hosts.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="of the authority and what it makes")],
+    host: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME or NAME=ADDRESS,... of a host whose service needs a certificate"),
+    ] = None,
+    caller: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME:ROLE of a process; roles are reader, writer and keeper"),
+    ] = None,
+    days: Annotated[int, typer.Option(help="that new certificates are good for")] = 397,
+    as_json: Json = False,
+) -> None:
+    """Make certificates of hosts and callers, and at first the authority that signs them.
+
+    hpstore host init tls --host b=10.0.0.2 --host c=10.0.0.3 --caller trainer:keeper
+    """
+    try:
+        from hpstore.hosts.certificates import make_caller, make_host
+        from hpstore.hosts.device_calls import CallerRole
+
+        made = [
+            make_host(directory, name, [a for a in addresses.split(",") if a], days)
+            for name, _, addresses in (text.partition("=") for text in host or ())
+        ]
+        for text in caller or ():
+            name, _, role = text.rpartition(":")
+            if not name or role.upper() not in CallerRole.__members__:
+                raise ConfigError(
+                    f"{text!r} is no caller: give NAME:reader, NAME:writer or NAME:keeper"
+                )
+            made.append(make_caller(directory, name, CallerRole[role.upper()], days))
+    except ImportError as error:
+        raise ConfigError(f"{error.name} is not installed: {_NEEDS}") from error
+    if not made:
+        raise ConfigError("name what needs a certificate: --host NAME or --caller NAME:ROLE")
+    lines = "\n".join(f"{place}: copy its files to {_target(place)}" for place in made)
+    say({"made": [str(place) for place in made]}, lines, as_json=as_json)
+
+
+def _target(place: Path) -> str:
+    host = place.parent.name == "hosts"
+    return f"host {place.name}" if host else f"~/.config/hpstore/tls of {place.name}"

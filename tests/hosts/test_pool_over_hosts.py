@@ -1,0 +1,151 @@
+"""A pool over the disks of three hosts: a host is killed, restarted in mid-stripe, stopped."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("httptools", reason="needs the extra hosts")
+
+import hpstore
+from hpstore.devices.host_device import HostDevice
+from hpstore.errors import DeviceMissing, ObjectNotFound
+from hpstore.units import MIB
+from tests.hosts.rig import RigHost, create, rig
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[list[RigHost]]:
+    with rig(tmp_path, hosts=3, disks=2) as made:
+        yield made
+
+
+def noise(nbytes: int, seed: int = 0) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+def test_a_pool_over_hosts_works_as_on_local_disks(hosts: list[RigHost], tmp_path: Path) -> None:
+    """Create, put, get, list, overwrite, delete, status, scrub; the same by a second open."""
+    data = {f"k/{n}": noise(n, n) for n in (0, 1, 5000, 3 * MIB + 17, 20 * MIB)}
+    with create(tmp_path, hosts) as pool:
+        for key, value in data.items():
+            pool.put(key, value)
+        pool.put("k/1", b"second")
+        data["k/1"] = b"second"
+        pool.put("gone", b"x")
+        pool.delete("gone")
+        assert {key: bytes(pool.get(key)) for key in data} == data
+        found = pool.status()
+        assert all("hpd://127.0.0.1" in device.url for device in found.devices)
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        assert set(pool.list()) == data.keys()
+        assert {key: bytes(pool.get(key)) for key in data} == data
+        with pytest.raises(ObjectNotFound):
+            pool.get("gone")
+        assert pool.scrub().rebuilt == 0
+
+
+def test_a_killed_host_costs_nothing_and_is_rebuilt(hosts: list[RigHost], tmp_path: Path) -> None:
+    """Reads and writes go on without it; the errors name host and disk; when it is back, a rebuild
+    repairs what it missed, and another host can be killed."""
+    with create(tmp_path, hosts) as pool:
+        pool.put("before", noise(5 * MIB, 1))
+        hosts[1].kill()
+        assert bytes(pool.get("before")) == noise(5 * MIB, 1)
+        pool.put("during", noise(5 * MIB, 2))
+        pool.put("small", b"s")
+        device = pool._store.view.devices
+        url = hosts[1].urls()[0]
+        (one,) = [d for d in device.values() if d.url == url]
+        with pytest.raises(DeviceMissing, match=f"device {url}: .*hpstore host serve"):
+            one.usage()
+        hosts[1].start()
+        pool.rebuild()
+        hosts[2].kill()
+        for key, value in (("before", noise(5 * MIB, 1)), ("during", noise(5 * MIB, 2))):
+            assert bytes(pool.get(key)) == value
+        assert bytes(pool.get("small")) == b"s"
+
+
+def test_a_host_that_is_dead_at_open_is_named(hosts: list[RigHost], tmp_path: Path) -> None:
+    """The pool opens without it, and status says which disks are missing."""
+    with create(tmp_path, hosts) as pool:
+        pool.put("a", noise(MIB))
+    hosts[0].kill()
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        assert bytes(pool.get("a")) == noise(MIB)
+        lost = [d.url for d in pool.status().devices if d.state != "online"]
+        assert set(lost) == set(hosts[0].urls())
+
+
+def test_an_open_reader_survives_a_restart_of_the_service(
+    hosts: list[RigHost], tmp_path: Path
+) -> None:
+    """Its handles are gone; the files are opened again, and are the same."""
+    data = noise(24 * MIB, 3)
+    with create(tmp_path, hosts) as pool:
+        pool.put("a", data)
+        with pool.open("a") as reader:
+            target = bytearray(MIB)
+            reader.read_into(target)
+            for host in hosts:
+                host.kill()
+                host.start()
+            found = bytearray(len(data))
+            reader.read_into(found)
+            assert bytes(found) == data
+
+
+def test_a_service_restarted_within_a_put_loses_nothing(
+    hosts: list[RigHost], tmp_path: Path
+) -> None:
+    """Killed while stripes flow: the put is acknowledged without that host, or raises; what was
+    acknowledged is read back with another host gone."""
+    data, seen = noise(64 * MIB, 4), [0]
+
+    def restart(nbytes: int) -> None:
+        before, seen[0] = seen[0], seen[0] + nbytes
+        if before < len(data) // 2 <= seen[0]:
+            hosts[1].kill()
+            hosts[1].start()
+
+    with create(tmp_path, hosts) as pool:
+        pool.put("a", data, progress=restart)
+        assert seen[0] >= len(data)
+        assert bytes(pool.get("a")) == data
+        pool.rebuild()
+        hosts[2].kill()
+        assert bytes(pool.get("a")) == data
+
+
+def test_a_stopped_host_costs_one_pause(hosts: list[RigHost], tmp_path: Path) -> None:
+    """SIGSTOP: its kernel answers, it does not. The first read waits as long as an early survey
+    does, later ones do not ask it; a put goes round it once."""
+    with create(tmp_path, hosts, deadline_seconds=3.0) as pool:
+        for number in range(8):
+            pool.put(f"k{number}", noise(MIB, number))
+        hosts[2].send(signal.SIGSTOP)
+        began = time.monotonic()
+        assert bytes(pool.get("k0")) == noise(MIB, 0)
+        first = time.monotonic() - began
+        for number in range(8):
+            assert bytes(pool.get(f"k{number}")) == noise(MIB, number)
+        rest = time.monotonic() - began - first
+        pool.put("new", noise(MIB, 99))
+        assert bytes(pool.get("new")) == noise(MIB, 99)
+        print(f"first get {first:.2f} s, eight more {rest:.2f} s")
+        hosts[2].send(signal.SIGCONT)
+        pool.rebuild()
+        assert bytes(pool.get("new")) == noise(MIB, 99)
+
+
+def test_a_device_of_a_host_that_is_not_there_is_missing(hosts: list[RigHost]) -> None:
+    """By its own error, at once; so is a disk that the host does not have."""
+    hosts[0].kill()
+    with pytest.raises(DeviceMissing, match="hpd://127"):
+        HostDevice(hosts[0].urls()[0], seconds=5.0)
