@@ -105,6 +105,7 @@ class HostDevice:
     def _made(self, operation: str, args: Json) -> tuple[str, bytes]:
         """A call that opens something there, under a handle of ours; both. Whatever goes wrong, the
         next call gives the handle up."""
+        self._links.keep_session()
         handle = secrets.token_hex(8)
         try:
             return handle, self._links.call(operation, {"handle": handle, **args})

@@ -89,18 +89,45 @@ class HostLinks:
         _renew_at_fork(self)
 
     def _renew(self) -> None:
+        self._anchor: WireStream | None = (
+            None  # makes no calls: it keeps the session, whatever ends
+        )
         self._idle: list[WireStream] = []
         self._closed: deque[str] = deque(maxlen=_CLOSED_MOST)
         self._session = secrets.token_hex(16)
-        self._lock = threading.Lock()  # guards _idle
-        self._over = False
+        self._lock = threading.Lock()  # guards _idle and _anchor
 
     def after_fork(self) -> None:
         """In the child: the connections are the parent's. Its copies go, or the service would take
         the parent for alive as long as the child lives."""
-        for stream in self._idle:
+        for stream in (*self._idle, *filter(None, [self._anchor])):
             stream.close()
         self._renew()
+
+    def keep_session(self) -> None:
+        """Before a call that opens something there: all that this process has open on the disk goes
+        with the last connection, and any that makes calls may end. Raises as call()."""
+        with self._lock:
+            anchor = self._anchor
+        if anchor is not None and anchor.silent():
+            return
+        fresh = self._connected()
+        try:
+            self._exchange(fresh, "hello", {}, (), None, keep=False)
+        except HpstoreError:
+            fresh.close()
+            raise
+        except TimeoutError as error:
+            fresh.close()
+            raise self._timeout("hello") from error
+        except OSError as error:
+            fresh.close()
+            self._raise(error, "hello")
+        with self._lock:
+            if self._anchor is anchor:
+                self._anchor, fresh = fresh, anchor  # type: ignore[assignment]  # closed if any
+        if fresh is not None:
+            fresh.close()
 
     def call(
         self,
@@ -169,6 +196,8 @@ class HostLinks:
         args: Json,
         bodies: Sequence[memoryview | bytes],
         into: memoryview | None,
+        *,
+        keep: bool = True,
     ) -> tuple[int, bytes]:
         """The status and the body of the answer."""
         stream.limit(self._seconds)
@@ -186,7 +215,8 @@ class HostLinks:
         except IntegrityError as error:
             raise self._nonsense(operation, error) from error
         found = self._body(stream, head, into, operation)
-        self._put_back(stream, head)
+        if keep:
+            self._put_back(stream, head)
         return head.status, found
 
     def _head(self, operation: str, args: Json, closed: list[str], nbytes: int) -> bytes:
@@ -234,6 +264,10 @@ class HostLinks:
             if stream.silent():
                 return stream
             stream.close()
+        return self._connected()
+
+    def _connected(self) -> WireStream:
+        """A new connection. Raises DeviceError."""
         seconds = min(_CONNECT_SECONDS, self._seconds)
         try:
             sock = socket.create_connection((self._host, self._port), seconds)
@@ -256,7 +290,7 @@ class HostLinks:
     def _put_back(self, stream: WireStream, head: Head) -> None:
         ends = head.fields.get("connection", "").lower() == "close"
         with self._lock:
-            keep = not self._over and not ends and len(self._idle) < _KEPT_IDLE
+            keep = not ends and len(self._idle) < _KEPT_IDLE
             if keep:
                 self._idle.append(stream)
         if not keep:
@@ -316,11 +350,17 @@ class HostLinks:
         ) from error
 
     def close(self) -> None:
-        """Close idle connections, and those in use when their calls end; more can be made."""
+        """Close the connections, which ends the session; a later call makes others."""
         with self._lock:
-            idle, self._idle, self._over = self._idle, [], True
+            idle, self._idle = self._idle, []
+            idle += filter(None, [self._anchor])
+            self._anchor = None
         for stream in idle:
             stream.close()
+
+    def __del__(self) -> None:
+        """Readers that outlive their device make connections that only they use."""
+        self.close()
 
 
 def _renew_at_fork(links: HostLinks) -> None:

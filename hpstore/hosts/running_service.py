@@ -13,7 +13,7 @@ from hpstore.config import Settings
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.opener import device_opener, make_place
 from hpstore.errors import ConfigError
-from hpstore.hosts.admission import admit_all, admit_certified
+from hpstore.hosts.admission import Admit, admit_all, admit_certified
 from hpstore.hosts.host_limits import HostLimits
 from hpstore.hosts.host_service import HostService
 from hpstore.runtime.mutual_tls import TlsFiles
@@ -34,7 +34,7 @@ def serving(
     Raises ConfigError, DeviceError.
     """
     opener = device_opener(settings)
-    admit = admit_all
+    admit: Admit = admit_all
     if settings.tls == "mutual":
         admit = admit_certified(TlsFiles(settings.certificates_path(), server=True))
     with contextlib.ExitStack() as stack:
