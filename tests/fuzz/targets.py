@@ -7,6 +7,7 @@ from tests.fuzz.data_targets import DATA_TARGETS
 from tests.fuzz.engine import Target
 from tests.fuzz.field_targets import FIELD_TARGETS
 from tests.fuzz.health_targets import HEALTH_TARGETS
+from tests.fuzz.host_targets import HOST_TARGETS
 from tests.fuzz.pool_targets import POOL_TARGETS
 from tests.fuzz.source_targets import SOURCE_TARGETS
 from tests.fuzz.weight_file_targets import WEIGHT_FILE_TARGETS
@@ -19,5 +20,6 @@ _ALL = (
     *DATA_TARGETS,
     *FIELD_TARGETS,
     *SOURCE_TARGETS,
+    *HOST_TARGETS,
 )
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
