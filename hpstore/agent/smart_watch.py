@@ -93,7 +93,7 @@ class DiskWatch:
         every = sorted({disk for disks in below.values() for disk in disks})
         readings = self._read_all(every)
         before = self._recorded()
-        self._remember(before, list(readings.values()), today)
+        self._remember(list(readings.values()), today)
         sights = {disk: self._judge(found, before, today) for disk, found in readings.items()}
         return {device: [sights[disk] for disk in disks] for device, disks in below.items()}
 
@@ -122,16 +122,8 @@ class DiskWatch:
             _log.warning("the record of disks cannot be read: %s; forecasts have no past", error)
             return {}
 
-    def _remember(
-        self, before: Mapping[str, DriveHistory], readings: list[SmartReading], today: int
-    ) -> None:
-        new = [
-            r
-            for r in readings
-            if r.readout is Readout.OK
-            and r.serial
-            and (r.serial not in before or int(before[r.serial].days[-1]) != today)
-        ]
+    def _remember(self, readings: list[SmartReading], today: int) -> None:
+        new = [r for r in readings if r.readout is Readout.OK and r.serial]
         if not new:
             return
         try:

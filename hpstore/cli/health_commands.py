@@ -11,6 +11,7 @@ import typer
 
 from hpstore.cli.agent_requests import tell
 from hpstore.cli.confirm import agree_to_replace
+from hpstore.cli.forecast_tables import show_choice, show_evaluation
 from hpstore.cli.options import DeviceName, Json, PoolName, Yes, size_option
 from hpstore.cli.output import emit_json, output_file, require_place, table
 from hpstore.cli.progress_bar import progress_bar
@@ -19,7 +20,6 @@ from hpstore.health.policy.operator_commands import Command
 from hpstore.units import GIB, format_bytes
 
 if TYPE_CHECKING:
-    from hpstore.health.forecast.alarm_scores import AlarmOutcome
     from hpstore.health.forecast.drive_histories import Gathered
     from hpstore.health.forecast.drive_stats import BadRows
     from hpstore.health.forecast.evaluate_model import ForecastEvaluation
@@ -108,7 +108,7 @@ def _show_trained(
     if isinstance(judged, str):
         sys.stdout.write(f"not evaluated: {judged}\n")
     else:
-        _show_evaluation(judged)
+        show_evaluation(judged)
 
 
 def _split(gathered: Gathered, until: str) -> int:
@@ -165,7 +165,7 @@ def evaluate(
         emit_json({**found.as_dict(), "bad_rows": bad.as_dict()})
         return
     _show_bad(bad)
-    _show_evaluation(found)
+    show_evaluation(found)
 
 
 @health.command()
@@ -281,41 +281,4 @@ def _show_card(model: ForecastModel, path: str) -> None:
         f"{card.known_until}: {card.positive_rows} days before failures, {card.negative_rows} of "
         f"healthy drives, {len(model.parts)} parts\n"
     )
-
-
-def _show_evaluation(found: ForecastEvaluation) -> None:
-    from hpstore.health.forecast.evaluate_model import LEAK_FDR
-
-    rows = []
-    for name, result in found.scores.items():
-        rows.append((name, *_cells(result.at_far), f"{result.over_sum:+.3f}"))
-        rows.append((f"{name}, fitted threshold", *_cells(result.fitted), ""))
-    rows.append(("spec flags", *_cells(found.flags), ""))
-    table(
-        f"FDR at FAR <= {found.far:g}, by drive",
-        ("score", "FDR", "95 %", "FAR", "lead days (quartiles)", "precision", "FDR over sum"),
-        rows,
-    )
-    sys.stdout.write(
-        f"{found.failed_drives} drives that failed and {found.healthy_drives} that lived, "
-        f"{found.after} to {found.until}; {found.no_signal} of the failed ones never had a sign. A "
-        f"failure counts as seen within {found.horizon_days} days\n"
-    )
-    if found.refused:
-        shown = ", ".join(f"{name} ({count})" for name, count in list(found.refused.items())[:8])
-        sys.stdout.write(f"refused, not in the model's card: {shown}\n")
-    if max(result.at_far.fdr for result in found.scores.values()) > LEAK_FDR:
-        sys.stdout.write(f"an FDR above {LEAK_FDR} is a leak until proven otherwise\n")
-
-
-def _cells(found: AlarmOutcome) -> tuple[str, ...]:
-    lead = found.lead_days
-    return (
-        f"{found.fdr:.3f}",
-        f"{found.fdr_interval.low:.3f}-{found.fdr_interval.high:.3f}",
-        f"{found.far:.4f}",
-        ""
-        if lead is None
-        else f"{lead.quartile_1:.1f} / {lead.median:.1f} / {lead.quartile_3:.1f}",
-        "" if found.precision_rescaled is None else f"{found.precision_rescaled:.3f}",
-    )
+    show_choice(model)

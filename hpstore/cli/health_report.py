@@ -61,10 +61,7 @@ def report_machine(
         before = recorded(record, bad)
         for line in bad.named:
             sys.stderr.write(f"LEFT OUT {line}\n")
-        new = [
-            r for r in answered if r.serial not in before or int(before[r.serial].days[-1]) != today
-        ]
-        records.append(str(record), today, new)
+        records.append(str(record), today, answered)
     activity = read_diskstats()
     judged = [(r, judge_reading(forecaster, r, before.get(r.serial), today)) for r in readings]
     if as_json:
@@ -97,15 +94,16 @@ def report_machine(
 def _show(rows: Sequence[tuple[str, Forecast | None]]) -> None:
     table(
         "",
-        ("drive", "family", "day", "risk", "rule score", "forecast", "because"),
+        ("drive", "family", "day", "risk", "judged by", "score", "probability", "because"),
         [
             (
                 name,
                 f.family,
                 f.day,
                 f.risk,
-                "" if f.rule_score is None else f"{f.rule_score:.1f}",
-                _said(f),
+                f.judged_by,
+                _score(f),
+                "" if f.probability is None else f"{f.probability:.2g}",
                 "; ".join(f.reasons),
             )
             for name, f in rows
@@ -114,10 +112,10 @@ def _show(rows: Sequence[tuple[str, Forecast | None]]) -> None:
     )
 
 
-def _said(found: Forecast) -> str:
-    if found.model_score is None:
-        return "unknown"
-    return f"{'alarm' if found.model_alarm else 'none'} ({found.model_score:.1f})"
+def _score(found: Forecast) -> str:
+    scores = {"sum": found.error_sum, "rule": found.rule_score, "model": found.model_score}
+    score = scores[found.judged_by]
+    return "unknown" if score is None else f"{score:.1f}{' (alarm)' if found.alarm else ''}"
 
 
 def _show_refusals(found: Sequence[Forecast]) -> None:

@@ -121,7 +121,7 @@ def test_hostile_models_are_refused_before_use(model: ForecastModel, name: str) 
 def test_texts_that_are_no_models_are_refused(model: ForecastModel) -> None:
     """Cut short, one digit changed, infinity, depth, bytes, a newer format."""
     text = model.to_json()
-    flipped = text.replace('"version": 1', '"version": 1, "x": 1')
+    flipped = text.replace('"version": 2', '"version": 2, "x": 1')
     for hostile in (
         text[:-40],
         flipped,
@@ -137,7 +137,7 @@ def test_texts_that_are_no_models_are_refused(model: ForecastModel) -> None:
         with pytest.raises(ForecastError, match="damaged or not one of ours"):
             model_from_json(hostile)
     with pytest.raises(FormatTooNew, match="upgrade"):
-        model_from_json(text.replace('"version": 1', '"version": 2'))
+        model_from_json(text.replace('"version": 2', '"version": 3'))
 
 
 def test_a_drive_has_no_part_in_what_judges_it(model: ForecastModel) -> None:

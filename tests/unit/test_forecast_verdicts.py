@@ -122,7 +122,7 @@ def test_a_model_speaks_only_of_what_its_card_covers(model: ForecastModel) -> No
         found = forecaster.judge(changed)
         assert found.model_score is None
         assert words in found.refusal
-        assert found.rule_alarm
+        assert (found.judged_by, found.alarm) == ("sum", True)
 
 
 @pytest.fixture(scope="module")

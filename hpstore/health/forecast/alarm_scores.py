@@ -56,7 +56,8 @@ class AlarmOutcome:
     """Of one score at one threshold.
 
     `precision_rescaled`: as if all healthy drives had been in the files. None where nothing was
-    alarmed.
+    alarmed. The strict figures count an alarm before the horizon as false: such a drive is no hit,
+    even if it is also alarmed within the horizon.
     """
 
     threshold: float
@@ -71,8 +72,13 @@ class AlarmOutcome:
     failed: int
     detected: int
     earlier: int  # failed drives with an alarm before the horizon
+    earlier_hits: int  # of the detected ones, those with such an alarm
     healthy: int
     false_alarms: int
+    fdr_strict: float
+    fdr_strict_interval: Interval
+    false_alarms_strict: int  # false_alarms, and failed drives with an alarm before the horizon
+    precision_strict: float | None  # rescaled, as above
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -106,26 +112,32 @@ def outcome(
     of choosing it. `healthy_share`: of all healthy drives, how many the files hold.
     """
     peaks = np.array([drive.peak for drive in failed])
-    detected, alarms = int((peaks > threshold).sum()), int((healthy > threshold).sum())
-    drawn = [_draw(peaks, healthy, threshold, far, rng) for _ in range(resamples)]
-    precision = [d / (d + a) for d, a in drawn if d + a]
+    before = np.array([drive.earlier_peak for drive in failed])
+    hits, alarms = peaks > threshold, int((healthy > threshold).sum())
+    detected, earlier = int(hits.sum()), int((before > threshold).sum())
+    strict = int((hits & (before <= threshold)).sum())
+    drawn = [_draw(peaks, before, healthy, threshold, far, rng) for _ in range(resamples)]
+    precision = [d / (d + a) for d, a, _ in drawn if d + a]
     return AlarmOutcome(
         threshold=threshold,
         fdr=_share(detected, len(peaks)),
-        fdr_interval=_interval([_share(d, len(peaks)) for d, _ in drawn]),
+        fdr_interval=interval_of([_share(d, len(peaks)) for d, _, _ in drawn]),
         far=_share(alarms, len(healthy)),
-        far_interval=_interval([_share(a, len(healthy)) for _, a in drawn]),
-        precision=detected / (detected + alarms) if detected + alarms else None,
-        precision_interval=_interval(precision) if precision else None,
-        precision_rescaled=(
-            detected / (detected + alarms / healthy_share) if detected + alarms else None
-        ),
+        far_interval=interval_of([_share(a, len(healthy)) for _, a, _ in drawn]),
+        precision=_precision(detected, alarms),
+        precision_interval=interval_of(precision) if precision else None,
+        precision_rescaled=_precision(detected, alarms / healthy_share),
         lead_days=_lead(failed, threshold),
         failed=len(peaks),
         detected=detected,
-        earlier=sum(drive.earlier_peak > threshold for drive in failed),
+        earlier=earlier,
+        earlier_hits=detected - strict,
         healthy=len(healthy),
         false_alarms=alarms,
+        fdr_strict=_share(strict, len(peaks)),
+        fdr_strict_interval=interval_of([_share(s, len(peaks)) for _, _, s in drawn]),
+        false_alarms_strict=alarms + earlier,
+        precision_strict=_precision(strict, alarms / healthy_share + earlier),
     )
 
 
@@ -151,22 +163,43 @@ def gain(
 
     counts = len(ours[0]), len(ours[1])
     drawn = [difference(*(rng.integers(0, max(n, 1), n) for n in counts)) for _ in range(resamples)]
-    return difference(*(np.arange(n) for n in counts)), _interval(drawn)
+    return difference(*(np.arange(n) for n in counts)), interval_of(drawn)
+
+
+def paired_difference(
+    ours: NDArray[np.bool_],
+    theirs: NDArray[np.bool_],
+    *,
+    rng: np.random.Generator,
+    resamples: int,
+) -> tuple[float, Interval]:
+    """Share of drives alarmed by one score less that by another, the same drives drawn for both.
+
+    The thresholds are not moved. (0, 0 to 1) where there is no drive.
+    """
+    if not len(ours):
+        return 0.0, interval_of([])
+    found = ours.astype(np.float64) - theirs
+    drawn = [float(found[rng.integers(0, len(found), len(found))].mean()) for _ in range(resamples)]
+    return float(found.mean()), interval_of(drawn)
 
 
 def _draw(
     peaks: FloatArray,
+    before: FloatArray,
     healthy: FloatArray,
     threshold: float,
     far: float | None,
     rng: np.random.Generator,
-) -> tuple[int, int]:
-    """Detected and false alarms of drives drawn with replacement."""
-    failed = peaks[rng.integers(0, max(len(peaks), 1), len(peaks))]
+) -> tuple[int, int, int]:
+    """Detected, false alarms, and strictly detected, of drives drawn with replacement."""
+    chosen = rng.integers(0, max(len(peaks), 1), len(peaks))
     lived = healthy[rng.integers(0, max(len(healthy), 1), len(healthy))]
     if far is not None:
         threshold = threshold_at(lived, far)
-    return int((failed > threshold).sum()), int((lived > threshold).sum())
+    hits = peaks[chosen] > threshold
+    strict = hits & (before[chosen] <= threshold)
+    return int(hits.sum()), int((lived > threshold).sum()), int(strict.sum())
 
 
 def _lead(failed: Sequence[FailedDrive], threshold: float) -> Lead | None:
@@ -185,7 +218,12 @@ def _share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _interval(drawn: Sequence[float]) -> Interval:
+def _precision(hits: int, alarms: float) -> float | None:
+    return hits / (hits + alarms) if hits + alarms else None
+
+
+def interval_of(drawn: Sequence[float]) -> Interval:
+    """The middle 95 % of drawn figures; 0 to 1 where there is none."""
     if not drawn:
         return Interval(low=0.0, high=1.0)
     low, high = np.quantile(drawn, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))

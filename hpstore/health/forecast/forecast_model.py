@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from hpstore.errors import ForecastError, FormatTooNew
+from hpstore.health.forecast.calibration import Calibration, calibration_from_dict
 from hpstore.health.forecast.drive_histories import DriveHistory, FloatArray
 from hpstore.health.forecast.features import MIN_SAMPLES, compute, parse_name
 from hpstore.health.forecast.labels import BoolArray, fold_of
@@ -27,7 +28,7 @@ from hpstore.health.forecast.trees import Booster, booster_from_dict
 from hpstore.health.smart.counters import INDEX
 
 FORMAT = "hpstore-failure-forecast"
-VERSION = 1
+VERSION = 2
 MODEL, RULE, SUM = "model", "rule", "sum"
 SCORES = (MODEL, RULE, SUM)
 MAX_BYTES = 256 << 20
@@ -37,6 +38,7 @@ _BATCH_ROWS = 1 << 16
 _FIELDS = frozenset(
     {"format", "version", "card", "salt", "counters", "features", "rule_weight", "parts", "digest"}
 )
+_SINCE_2 = "judged_by"  # version 1 says not which score was shown to be better than the sum
 
 # Any below: what JSON holds; every part is checked by its type
 Json = Any
@@ -73,15 +75,24 @@ class Tail:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldModel:
-    """What judges the drives of one fold. `tails`: by score, of drives of the other folds."""
+    """What judges the drives of one fold.
+
+    `tails` and `calibrations`, both by score, are of the other folds' drives, judged by helpers
+    that have not seen this fold. A model of version 1 has no calibrations.
+    """
 
     booster: Booster
     tails: Mapping[str, Tail]
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastModel:
-    """All parts, and the card. Immutable, so any thread may use it."""
+    """All parts, and the card. Immutable, so any thread may use it.
+
+    `judged_by`: the score that alarms come from; the plain sum unless another was shown to be
+    better (score_choice.py).
+    """
 
     card: ModelCard
     salt: str
@@ -89,6 +100,7 @@ class ForecastModel:
     features: tuple[str, ...]
     rule_weight: float
     parts: tuple[FoldModel, ...]
+    judged_by: str = SUM
 
     def part_of(self, serial: str) -> FoldModel:
         """The part that has never seen this drive."""
@@ -152,12 +164,16 @@ class ForecastModel:
             "counters": list(self.counters),
             "features": list(self.features),
             "rule_weight": self.rule_weight,
+            "judged_by": self.judged_by,
             "parts": [
                 {
                     "booster": part.booster.as_dict(),
                     "tails": {
                         name: {"peaks": tail.peaks.tolist(), "windows": tail.windows}
                         for name, tail in part.tails.items()
+                    },
+                    "calibrations": {
+                        name: found.as_dict() for name, found in part.calibrations.items()
                     },
                 }
                 for part in self.parts
@@ -220,7 +236,7 @@ def model_from_json(text: bytes | str) -> ForecastModel:
             f"the model has format {version}, this hpstore knows up to {VERSION}: upgrade, or "
             "train it again; no drive was judged"
         )
-    if set(body) != _FIELDS:
+    if set(body) != (_FIELDS if version == 1 else _FIELDS | {_SINCE_2}):
         raise damaged("parts are missing, or there are others")
     if body.pop("digest") != _digest(body):
         raise damaged("its digest is that of something else")
@@ -240,13 +256,17 @@ def _checked(body: dict[str, Json]) -> ForecastModel:
         raise damaged("its rule weight is no weight")
     if not isinstance(parts, list) or not 0 < len(parts) <= MAX_FOLDS:
         raise damaged(f"it must have 1 to {MAX_FOLDS} parts")
+    judged_by = body.get(_SINCE_2, SUM)
+    if judged_by not in SCORES:
+        raise damaged(f"it must judge by one of {', '.join(SCORES)}")
     return ForecastModel(
         card=card_from_dict(body["card"]),
         salt=body["salt"],
         counters=counters,
         features=features,
         rule_weight=weight,
-        parts=tuple(_part(part, len(features)) for part in parts),
+        parts=tuple(_part(part, len(features), body["version"]) for part in parts),
+        judged_by=judged_by,
     )
 
 
@@ -260,15 +280,20 @@ def _names(found: Json) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _part(body: Json, features: int) -> FoldModel:
-    if not isinstance(body, dict) or set(body) != {"booster", "tails"}:
+def _part(body: Json, features: int, version: int) -> FoldModel:
+    wanted = {"booster", "tails"} if version == 1 else {"booster", "tails", "calibrations"}
+    if not isinstance(body, dict) or set(body) != wanted:
         raise damaged("a part lacks its trees or its thresholds")
+    calibrations = body.get("calibrations", {})
+    if not isinstance(calibrations, dict) or not set(calibrations) <= set(SCORES):
+        raise damaged("the calibrations of a part are not those of scores")
     tails = body["tails"]
     if not isinstance(tails, dict) or set(tails) != set(SCORES):
         raise damaged(f"a part must have thresholds of {', '.join(SCORES)}")
     return FoldModel(
         booster=booster_from_dict(body["booster"], features),
         tails={name: _tail(tail) for name, tail in tails.items()},
+        calibrations={name: calibration_from_dict(c) for name, c in calibrations.items()},
     )
 
 

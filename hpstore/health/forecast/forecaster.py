@@ -1,5 +1,6 @@
-"""A verdict on one drive, in words: spec flags, then the trained model or the rule score.
+"""A verdict on one drive, in words: spec flags, then the score that was shown to find the most.
 
+That is the plain sum of error counters, unless a trained model says that another is better.
 It warns. It takes nothing out of a pool.
 """
 
@@ -13,8 +14,15 @@ from enum import StrEnum
 import numpy as np
 
 from hpstore.health.forecast.drive_histories import DriveHistory
-from hpstore.health.forecast.forecast_model import MODEL, RULE, ForecastModel
-from hpstore.health.forecast.rules import ALARM_SCORE, Evidence, evidence, rule_scores, spec_flags
+from hpstore.health.forecast.forecast_model import MODEL, RULE, SUM, ForecastModel
+from hpstore.health.forecast.rules import (
+    SUM_ALARM,
+    Evidence,
+    evidence,
+    plain_sum,
+    rule_scores,
+    spec_flags,
+)
 from hpstore.health.smart.counters import INDEX, RULE_COUNTERS
 
 _SHOWN = 4
@@ -34,7 +42,10 @@ class Risk(StrEnum):
 class Forecast:
     """A drive on its last day. Scores are None where there is nothing to make them of.
 
-    `healthy_share`: at most this share of healthy drives scores as high in the card's window.
+    `judged_by`: the score that the risk comes from: "sum", "rule" or "model". `alarm`: it is above
+    its threshold. `probability`: of a failure within the horizon of the model's card, calibrated on
+    the training files. `healthy_share`: at most this share of healthy drives scores as high in the
+    card's window.
     """
 
     serial: str
@@ -42,8 +53,11 @@ class Forecast:
     day: str
     risk: Risk
     reasons: tuple[str, ...]
+    judged_by: str
+    alarm: bool
+    probability: float | None
+    error_sum: float | None
     rule_score: float | None
-    rule_alarm: bool
     model_score: float | None
     model_threshold: float | None
     model_alarm: bool
@@ -58,7 +72,7 @@ class Forecast:
 class FailureForecaster:
     """Judges drives; immutable, so any thread may call it.
 
-    `model` None: spec flags and the rule score alone. `far`: the share of healthy drives that may
+    `model` None: spec flags and the plain sum alone. `far`: the share of healthy drives that may
     be warned of in the model's window. Raises ForecastError when the model keeps no such threshold.
     """
 
@@ -74,47 +88,60 @@ class FailureForecaster:
             len(history.days) > 0
             and not np.isnan(history.values[-1, [*(INDEX[name] for name in RULE_COUNTERS)]]).all()
         )
-        found = evidence(history.days, history.values)
-        rule = float(rule_scores(history.days, history.values)[-1]) if known else None
+        scores: dict[str, float] = {}
+        if known:
+            scores[RULE] = float(rule_scores(history.days, history.values)[-1])
+            scores[SUM] = float(plain_sum(history.values)[-1])
         if not flags and len(history.days) and spec_flags(history.values)[-1]:
             flags = ("it is failing by its own specification",)
-        score, threshold, share, refusal = self._model_score(history)
-        rule_alarm = rule is not None and rule > self._rule_threshold(history.serial)
-        model_alarm = score is not None and threshold is not None and score > threshold
+        refusal = self._refusal(history)
+        part = self._model.part_of(history.serial) if self._model and not refusal else None
+        if self._model is not None and part is not None:
+            scores[MODEL] = _model_score(self._model, history)
+        judged_by = self._model.judged_by if self._model and part else SUM
+        score = scores.get(judged_by)
+        threshold = part.tails[judged_by].threshold(self._far) if part else SUM_ALARM
+        limit = part.tails[MODEL].threshold(self._far) if part else None
+        alarm = score is not None and score > threshold
+        chances = part.calibrations.get(judged_by) if part else None
+        share = part.tails[judged_by].share_above(score) if part and score is not None else None
         return Forecast(
             serial=history.serial,
             family=history.family,
             day=date.fromordinal(int(history.days[-1])).isoformat() if len(history.days) else "",
-            risk=_risk(bool(flags), model_alarm if score is not None else rule_alarm, rule),
-            reasons=(*flags, *_sentences(found, model_alarm, share, self._model)),
-            rule_score=rule,
-            rule_alarm=rule_alarm,
-            model_score=score,
-            model_threshold=threshold,
-            model_alarm=model_alarm,
+            risk=_risk(bool(flags), alarm, scores.get(RULE)),
+            reasons=(
+                *flags,
+                *_sentences(evidence(history.days, history.values), alarm, share, self._model),
+            ),
+            judged_by=judged_by,
+            alarm=alarm,
+            probability=(
+                None
+                if chances is None or score is None
+                else float(chances.probability(np.array([score]))[0])
+            ),
+            error_sum=scores.get(SUM),
+            rule_score=scores.get(RULE),
+            model_score=scores.get(MODEL),
+            model_threshold=limit,
+            model_alarm=limit is not None and scores[MODEL] > limit,
             healthy_share=share,
             refusal=refusal,
         )
 
-    def _rule_threshold(self, serial: str) -> float:
+    def _refusal(self, history: DriveHistory) -> str:
+        """Why the model says nothing of this drive; "" if it does."""
         if self._model is None:
-            return ALARM_SCORE
-        return self._model.part_of(serial).tails[RULE].threshold(self._far)
+            return "no model was given"
+        return self._model.refusal(history) or ""
 
-    def _model_score(
-        self, history: DriveHistory
-    ) -> tuple[float | None, float | None, float | None, str]:
-        """Score, threshold, share of healthy drives as high, or why there is none."""
-        if self._model is None:
-            return None, None, None, "no model was given"
-        refusal = self._model.refusal(history)
-        if refusal is not None:
-            return None, None, None, refusal
-        mask = np.zeros(len(history.days), bool)
-        mask[-1] = True
-        score = float(self._model.scores([history], [mask])[0][-1])
-        tail = self._model.part_of(history.serial).tails[MODEL]
-        return score, tail.threshold(self._far), tail.share_above(score), ""
+
+def _model_score(model: ForecastModel, history: DriveHistory) -> float:
+    """The trees' score of the last day, which the model does not refuse."""
+    mask = np.zeros(len(history.days), bool)
+    mask[-1] = True
+    return float(model.scores([history], [mask])[0][-1])
 
 
 def _risk(flagged: bool, alarm: bool, rule: float | None) -> Risk:

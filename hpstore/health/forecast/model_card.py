@@ -30,7 +30,10 @@ class FamilyFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """Days are dates as text. `evaluation` is None where nothing was left to evaluate on."""
+    """Days are dates as text. `evaluation` is None where nothing was left to evaluate on.
+
+    `choice`: how the scores compared on the training days; None in a model of version 1.
+    """
 
     horizon_days: int
     window_days: int  # of the false alarm rate
@@ -47,6 +50,7 @@ class ModelCard:
     strongest: Mapping[str, float]  # features by their share of the gain
     evaluation: Json = None
     limits: tuple[str, ...] = field(default=KNOWN_LIMITS)
+    choice: Json = None
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
@@ -55,7 +59,8 @@ class ModelCard:
 
 def card_from_dict(body: Json) -> ModelCard:
     """A card from JSON; what decides about drives is checked. Raises ForecastError."""
-    if not isinstance(body, Mapping) or set(body) != set(ModelCard.__dataclass_fields__):
+    wanted = set(ModelCard.__dataclass_fields__)
+    if not isinstance(body, Mapping) or {*body, "choice"} != wanted:
         raise damaged("its card lacks parts, or has others")
     days = (body["horizon_days"], body["window_days"])
     if not all(type(count) is int and 0 < count <= 3650 for count in days):

@@ -1,4 +1,6 @@
-"""What is said of a drive without a model: spec flags, the rule score, the plain sum. Pure.
+"""What is said of a drive without a model: spec flags, the plain sum, the rule score. Pure.
+
+Alarms come from the plain sum: no other score was shown to find more (docs/decisions/0133).
 
 The rule score is the sum, over a few counters, of the root of the rise in 14 days plus a quarter of
 the root of the level: errors that are being made weigh more than old ones. Pending sectors and
@@ -14,13 +16,13 @@ import numpy as np
 
 from hpstore.health.forecast.counter_series import begins, held_values, increases
 from hpstore.health.forecast.drive_histories import FloatArray, IntArray, has_flag
-from hpstore.health.smart.counters import COUNTERS, INDEX, RULE_COUNTERS, SUM_COUNTERS
+from hpstore.health.smart.counters import COUNTERS, INDEX, RULE_COUNTERS
 
 WINDOW_DAYS = 14
 LEVEL_WEIGHT = 0.25
-ALARM_SCORE = 3.0  # about 1 % of the healthy drives of the sample get there in 90 days
+SUM_ALARM = 22.0  # above it, 1 % of the healthy drives of the sample get in 90 days
 _RULE = [INDEX[name] for name in RULE_COUNTERS]
-_SUM = [INDEX[name] for name in SUM_COUNTERS]
+_SUM = [INDEX[name] for name in RULE_COUNTERS]
 _PENDING, _OFFLINE = RULE_COUNTERS.index("smart_197"), RULE_COUNTERS.index("smart_198")
 _SPARE = INDEX["nvme_available_spare"]
 
@@ -45,7 +47,10 @@ class Evidence:
 
 
 def plain_sum(values: FloatArray) -> FloatArray:
-    """The yardstick: raw 5 + 187 + 197 + 198. Shape (rows, counters) to (rows,)."""
+    """The yardstick: raw 5 + 187 + 197 + 198, and media errors of NVMe; without a value, 0.
+
+    Shape (rows, counters) to (rows,). What alarms come from where nothing better was shown.
+    """
     return np.asarray(np.nansum(values[:, _SUM], axis=1))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from hpstore.health.forecast.forecast_model import MODEL, RULE, SUM, FoldModel, 
 from hpstore.health.forecast.labels import day_text, fold_of, inner_fold_of, labels, thinned
 from hpstore.health.forecast.model_card import FamilyFacts, ModelCard
 from hpstore.health.forecast.rules import plain_sum, rule_scores
+from hpstore.health.forecast.score_choice import choose_score
 from hpstore.health.forecast.trees import booster_from_sklearn, gains
 from hpstore.health.smart.counters import INDEX
 
@@ -97,30 +98,61 @@ def train(
         )
         for fitted, found in zip(final, peaks, strict=True)
     )
-    positive = int(table.positive.sum())
-    strongest = [gains(fitted, names) for fitted in final]
-    card = ModelCard(
-        horizon_days=chosen.horizon_days,
-        window_days=chosen.window_days,
-        known_from=day_text(min(int(h.days[0]) for h in covered)),
-        known_until=day_text(until),
-        files=tuple(files),
-        families=families,
-        left_out=left_out,
-        rows=sum(int((h.days <= until).sum()) for h in covered),
-        positive_rows=positive,
-        negative_rows=len(table.positive) - positive,
-        healthy_share=gathered.healthy_share,
-        settings={name: float(value) for name, value in asdict(chosen).items()},
-        strongest=_mean(strongest),
-    )
-    return ForecastModel(
-        card=card,
+    card = _card(gathered, covered, table, until, files, chosen, (families, left_out))
+    strongest = _mean([gains(fitted, names) for fitted in final])
+    made = ForecastModel(
+        card=replace(card, strongest=strongest),
         salt=salt,
         counters=tuple(counters),
         features=tuple(names),
         rule_weight=float(chosen.rule_weight),
         parts=parts,
+    )
+    with _one_thread():
+        choice = choose_score(
+            made,
+            covered,
+            helpers=[[judge.decision_function for judge in judges] for judges in helpers],
+            until=until,
+            healthy_share=gathered.healthy_share,
+            seed=chosen.seed,
+        )
+    return replace(
+        made,
+        card=replace(made.card, choice=choice.as_dict()),
+        judged_by=choice.judged_by,
+        parts=tuple(
+            replace(part, calibrations=found)
+            for part, found in zip(parts, choice.calibrations, strict=True)
+        ),
+    )
+
+
+def _card(
+    gathered: Gathered,
+    covered: Sequence[DriveHistory],
+    table: _Table,
+    until: int,
+    files: Sequence[str],
+    options: TrainOptions,
+    families: tuple[Mapping[str, FamilyFacts], Mapping[str, FamilyFacts]],
+) -> ModelCard:
+    """What a model is made from; `families`: those that it covers, and those left out."""
+    positive = int(table.positive.sum())
+    return ModelCard(
+        horizon_days=options.horizon_days,
+        window_days=options.window_days,
+        known_from=day_text(min(int(h.days[0]) for h in covered)),
+        known_until=day_text(until),
+        files=tuple(files),
+        families=families[0],
+        left_out=families[1],
+        rows=sum(int((h.days <= until).sum()) for h in covered),
+        positive_rows=positive,
+        negative_rows=len(table.positive) - positive,
+        healthy_share=gathered.healthy_share,
+        settings={name: float(value) for name, value in asdict(options).items()},
+        strongest={},
     )
 
 
