@@ -20,6 +20,7 @@ from hpstore.cli import (
     pool_commands,
 )
 from hpstore.cli.agent_commands import agents
+from hpstore.cli.cache_commands import cache
 from hpstore.cli.checkpoint_commands import checkpoints
 from hpstore.cli.dataset_commands import datasets
 from hpstore.cli.health_commands import health
@@ -125,6 +126,7 @@ for _name, _made in {
     "health": health,
     "memory": memory,
     "host": hosts,
+    "cache": cache,
 }.items():
     app.add_typer(_made, name=_name, rich_help_panel=_GROUPS)
 _add(app, POOL, _POOL)

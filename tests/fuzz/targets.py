@@ -10,6 +10,7 @@ from tests.fuzz.health_targets import HEALTH_TARGETS
 from tests.fuzz.host_targets import HOST_TARGETS
 from tests.fuzz.pool_targets import POOL_TARGETS
 from tests.fuzz.source_targets import SOURCE_TARGETS
+from tests.fuzz.trace_targets import TRACE_TARGETS
 from tests.fuzz.weight_file_targets import WEIGHT_FILE_TARGETS
 
 _ALL = (
@@ -21,5 +22,6 @@ _ALL = (
     *FIELD_TARGETS,
     *SOURCE_TARGETS,
     *HOST_TARGETS,
+    *TRACE_TARGETS,
 )
 TARGETS: dict[str, Target] = {target.name: target for target in _ALL}

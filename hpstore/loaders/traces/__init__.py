@@ -1,0 +1,1 @@
+"""Recorded requests of other people's caches: readers, comparisons of policies."""

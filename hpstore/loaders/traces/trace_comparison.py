@@ -1,0 +1,104 @@
+"""One trace, several capacities, hpstore's policy and the plain ones side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hpstore.errors import ConfigError
+from hpstore.loaders.policy import belady, simulate
+from hpstore.loaders.policy.cache_plan import Int64s
+from hpstore.loaders.policy.plain_adaptive import ArcPolicy, LirsPolicy, TinyLfuPolicy
+from hpstore.loaders.policy.plain_queues import (
+    LfuPolicy,
+    LruPolicy,
+    S3FifoPolicy,
+    SievePolicy,
+    TwoQueuePolicy,
+)
+
+OURS, CEILING = "hpstore", "MIN"
+LEAST_BLOCKS = 10  # of a capacity: below that, shares of it have no meaning
+
+PLAIN: dict[str, Callable[[int, int], Callable[[int], bool]]] = {
+    "LRU": lambda room, _: LruPolicy(room).request,
+    "LFU": lambda room, _: LfuPolicy(room).request,
+    "ARC": lambda room, _: ArcPolicy(room).request,
+    "LIRS": lambda room, _: LirsPolicy(room).request,
+    "S3-FIFO": lambda room, _: S3FifoPolicy(room).request,
+    "SIEVE": lambda room, _: SievePolicy(room).request,
+    "W-TinyLFU": lambda room, blocks: TinyLfuPolicy(room, blocks).request,
+    "2Q": lambda room, _: TwoQueuePolicy(room).request,
+}
+"""From a capacity and the number of blocks, both in blocks, to what says whether a request hits."""
+
+POLICIES = (OURS, *PLAIN, CEILING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityRow:
+    """Hit ratios, 0 to 1, by policy. All requests count, from an empty cache."""
+
+    capacity_blocks: int
+    hit_ratios: dict[str, float]
+
+    @property
+    def best_plain(self) -> str:
+        """Name of the best plain policy that was played; "" without one."""
+        played = [name for name in PLAIN if name in self.hit_ratios]
+        return max(played, key=self.hit_ratios.__getitem__) if played else ""
+
+    @property
+    def difference(self) -> float | None:
+        """hpstore less the best plain policy; None unless both were played."""
+        best = self.best_plain
+        if not best or OURS not in self.hit_ratios:
+            return None
+        return self.hit_ratios[OURS] - self.hit_ratios[best]
+
+
+def policies_named(names: str) -> tuple[str, ...]:
+    """Policies of a comma-separated list, in the order of POLICIES; "all". Raises ConfigError."""
+    wanted = [name.strip().lower() for name in names.split(",") if name.strip()]
+    known = {name.lower(): name for name in POLICIES}
+    for name in wanted:
+        if name not in known and name != "all":
+            raise ConfigError(f"no policy is called {name!r}; there are all, {', '.join(POLICIES)}")
+    if not wanted or "all" in wanted:
+        return POLICIES
+    return tuple(name for name in POLICIES if name.lower() in wanted)
+
+
+def capacities_of(percents: str, blocks: int) -> list[int]:
+    """Blocks of a comma-separated list of percents of all blocks. Raises ConfigError."""
+    found = []
+    for text in percents.split(","):
+        try:
+            share = float(text)
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 100:
+            raise ConfigError(f"a cache of {text.strip()!r} percent: above 0, at most 100")
+        found.append(min(blocks, max(LEAST_BLOCKS, round(share / 100 * blocks))))
+    return sorted(set(found))
+
+
+def hit_ratio(policy: str, requests: Int64s, blocks: int, capacity: int, *, batch: int) -> float:
+    """Hits of one policy over the requests; `batch` as in simulate(), of hpstore's policy."""
+    if policy == OURS:
+        return simulate(requests, capacity, batch=batch, blocks=blocks).hit_ratio
+    if policy == CEILING:
+        return float(belady(requests, capacity).mean())
+    request = PLAIN[policy](capacity, blocks)
+    return sum(map(request, requests.tolist())) / len(requests)
+
+
+def compare(
+    requests: Int64s, blocks: int, capacities: Sequence[int], policies: Sequence[str], *, batch: int
+) -> Iterator[CapacityRow]:
+    """Play a trace to policies at each capacity, in blocks. 0.2 to 1.3 us a request and policy."""
+    for capacity in capacities:
+        ratios = {
+            name: hit_ratio(name, requests, blocks, capacity, batch=batch) for name in policies
+        }
+        yield CapacityRow(capacity_blocks=capacity, hit_ratios=ratios)
