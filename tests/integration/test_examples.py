@@ -121,6 +121,38 @@ def test_digits_are_learnt_and_a_run_that_was_cut_ends_as_the_whole_one(config: 
     assert float(right.group(1)) > 0.8
 
 
+def test_pictures_of_two_folders_are_learnt_on_two_ranks_and_the_run_goes_on(config: Path) -> None:
+    """JPEG files in train/ and val/; a second run begins behind the epoch of the first."""
+    pytest.importorskip("PIL")
+    sizes = ["--train", "192", "--val", "31"]  # no multiple of the batches of two ranks
+    first = run(config, "train_images.py", "--epochs", "1", *sizes, ranks=2)
+    assert "shapes/train: 192 pictures" in first
+    assert "shapes/val: 31 pictures" in first
+    assert re.search(r"epoch 1: loss [0-9.]+, \d+ of 31 right", first)
+    assert "2 ranks, classes ['circle', 'cross', 'square']" in first
+    second = run(config, "train_images.py", "--epochs", "2", *sizes, ranks=2)
+    assert "pictures" not in second
+    assert re.findall(r"epoch (\d)", second) == ["2"]
+
+
+def test_a_packed_mixture_that_was_stopped_on_three_ranks_ends_whole_on_two(config: Path) -> None:
+    """The script compares every sequence and every document itself, and ends badly otherwise."""
+    out = run(config, "pack_text.py", "--documents", "60", "--stop-at", "8", "--every", "3")
+    assert "all three were killed at step 8" in out
+    assert "2 ranks go on from step 6" in out
+    assert re.search(r"3 ranks and then 2 were given the \d+ sequences of 1, each as often", out)
+    for name in ("docs", "code", "sums"):
+        assert re.search(rf"{name}: all \d+ tokens of 60 documents, once in a pass", out)
+
+
+def test_wav_files_are_kept_whole_and_learnt(config: Path) -> None:
+    """Three kinds of tones: most are told apart after four epochs; a third would be chance."""
+    out = run(config, "decode_audio.py", "--sounds", "600")
+    assert "bytes: b'RIFF' b'WAVE'" in out
+    assert out.splitlines()[2].startswith("audio/wav, ")
+    assert float(re.findall(r"([0-9.]+) right", out)[-1]) > 0.6
+
+
 def test_training_from_slow_storage_is_the_same_with_the_cache() -> None:
     """The example compares all losses itself; the cache has hits and misses."""
     done = subprocess.run(
