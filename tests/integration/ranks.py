@@ -6,7 +6,6 @@ costs a fraction of a second. They find each other through a file and talk over 
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ from hpstore.config import Settings
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB
+from tests.integration.rank_server import Call, rank_server
 
 PATIENCE = 100.0  # seconds until processes that do not end are a failure
 INPUTS, HIDDEN = 70, 304
@@ -46,30 +46,24 @@ def make_pool(directory: Path) -> Path:
 
 
 def launch(
-    directory: Path, world: int, job: Job, *args: object, killed: tuple[int, ...] = ()
+    directory: Path,
+    world: int,
+    job: Job,
+    *args: object,
+    killed: tuple[int, ...] = (),
+    imports: tuple[str, ...] = (),
 ) -> None:
     """Run `job(rank, world, directory, *args)` in so many processes that form a gloo group.
 
-    All must end well; those in `killed` must have been killed.
+    All must end well; those in `killed` must have been killed. `imports`: modules that all have
+    at their start.
     """
-    context = multiprocessing.get_context("forkserver")
     store = directory / f"store-{job.__name__}-{world}-{'-'.join(map(str, args))}"
-    processes = [
-        context.Process(target=_enter, args=(job, rank, world, directory, store, args))
-        for rank in range(world)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        for process in processes:
-            process.join(PATIENCE)
-        problems = [f.read_text() for f in sorted(directory.glob("failed-*"))]
-        assert not problems, "\n".join(problems)
-        codes = {rank: process.exitcode for rank, process in enumerate(processes)}
-        assert codes == {rank: -9 if rank in killed else 0 for rank in range(world)}
-    finally:
-        for process in processes:
-            process.kill()
+    calls = [Call(_enter, (job, rank, world, directory, store, args)) for rank in range(world)]
+    codes = dict(enumerate(rank_server(imports).run(calls, PATIENCE)))
+    problems = [f.read_text() for f in sorted(directory.glob("failed-*"))]
+    assert not problems, "\n".join(problems)
+    assert codes == {rank: -9 if rank in killed else 0 for rank in range(world)}
 
 
 def _enter(

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from hpstore.errors import CheckpointError, CheckpointMismatch
-from tests.integration.ranks import breaking_put, launch, make_pool, open_pool
+from tests.integration.ranks import breaking_put, make_pool, open_pool
 from tests.trainers.cpu_shards import shard_on_the_cpu
 from tests.trainers.test_huggingface_ranks import die_at
 from tests.trainers.test_huggingface_shards import state_of
-from tests.trainers.test_several_processes import join_job, refuse
+from tests.trainers.test_several_processes import join_job, launch, refuse
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -13,8 +13,8 @@ import torch
 from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.errors import CheckpointError, ConfigError
-from tests.integration.ranks import launch, make_pool, open_pool
-from tests.trainers.test_several_processes import join_job
+from tests.integration.ranks import make_pool, open_pool
+from tests.trainers.test_several_processes import join_job, launch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

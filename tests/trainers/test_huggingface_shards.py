@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import CheckpointError
-from tests.integration.ranks import full, launch, make_pool, open_pool
+from tests.integration.ranks import full, make_pool, open_pool
 from tests.trainers.cpu_shards import shard_on_the_cpu
 from tests.trainers.test_huggingface_ranks import EVERY, STEPS, arguments, die_at, left
-from tests.trainers.test_several_processes import join_job
+from tests.trainers.test_several_processes import join_job, launch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -199,7 +199,8 @@ def policies(rank: int, world: int, directory: Path, first: int, steps: int, ter
         except Preempted:
             assert run.state.global_step in (term, term + 1, term + 2)  # as agreed
         last = run.state.global_step
-        assert rank or callback.checkpoints.steps() == [last - 2, last - 1, last]
+        newest = [step for step in (last - 2, last - 1, last) if step]  # there may be two yet
+        assert rank or callback.checkpoints.steps() == newest
         dist.barrier()  # rank 0 removes
         if not term:
             assert last == 5

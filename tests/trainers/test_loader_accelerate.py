@@ -13,7 +13,8 @@ import hpstore
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.loaders import DataLoader, Dataset
 from tests.integration.loader_cases import PLAIN, flat, labels, write
-from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration.ranks import make_pool, open_pool
+from tests.trainers.test_several_processes import launch
 
 accelerate = pytest.importorskip("accelerate")
 pytest.importorskip("transformers")

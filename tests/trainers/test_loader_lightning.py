@@ -166,7 +166,7 @@ def two_ranks(rank: int, world: int, directory: Path, early: bool) -> None:
 def test_two_ranks_share_each_epoch_and_resume(directory: Path, early: bool) -> None:
     """DDP over gloo: sharded once and by us, shuffled by us, also when the loader is made before
     the process group; validate and predict have every sample once."""
-    launch(directory, 2, two_ranks, early)
+    launch(directory, 2, two_ranks, early, imports=("lightning.pytorch", __name__))
     for what in ("validated", "predicted"):
         found = [json.loads((directory / f"{what}-{rank}").read_text()) for rank in range(2)]
         assert sorted(found[0] + found[1]) == list(range(COUNT))

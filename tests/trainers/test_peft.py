@@ -11,10 +11,10 @@ import torch
 from hpstore.checkpoint import Checkpointer
 from hpstore.errors import CheckpointError, ConfigError, IntegrityError
 from hpstore.pool.pool import Pool
-from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration.ranks import make_pool, open_pool
 from tests.trainers.cpu_shards import shard_on_the_cpu
 from tests.trainers.test_huggingface_ranks import arguments, die_at, left
-from tests.trainers.test_several_processes import join_job
+from tests.trainers.test_several_processes import join_job, launch
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 pytest.importorskip("transformers")

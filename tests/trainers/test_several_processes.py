@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -13,10 +14,18 @@ import torch.distributed as dist
 
 from hpstore.errors import CheckpointError
 from hpstore.trainers.rank_messages import of_bytes, to_bytes
-from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration import ranks
+from tests.integration.ranks import make_pool, open_pool
 from tests.thorough import LONG
 
 EPOCHS = 4
+HUGGINGFACE = (
+    "transformers.trainer",
+    "transformers.models.gpt2.modeling_gpt2",
+    "hpstore.trainers.huggingface",
+    "tests.trainers.test_huggingface",
+)
+launch = functools.partial(ranks.launch, imports=HUGGINGFACE)
 
 
 def join_job(rank: int, world: int) -> None:
