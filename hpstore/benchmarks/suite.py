@@ -45,12 +45,20 @@ def bench_health(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_hosts(options: Options) -> dict[str, object]:
+    """hpstore/benchmarks/hosts_bench.py; its parser is imported only when it runs."""
+    from hpstore.benchmarks.hosts_bench import bench_hosts as run
+
+    return run(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "cache": bench_cache,
     "checkpoint": bench_checkpoint,
     "devices": bench_devices,
     "erasure": bench_erasure,
     "health": bench_health,
+    "hosts": bench_hosts,
     "loader": bench_loader,
     "train": bench_train,
 }
@@ -60,6 +68,7 @@ DEFAULT_BYTES = {
     "devices": GIB,
     "erasure": GIB,
     "health": 0,
+    "hosts": GIB,
     "loader": 200_000 * 12 * KIB,
     "train": 0,
 }
