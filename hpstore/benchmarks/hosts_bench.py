@@ -49,7 +49,7 @@ def serve_raw(answer: Connection, file: str) -> None:
     answer.send(listener.getsockname()[1])
     sock, _ = listener.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    memory = memoryview(aligned_array(_REQUEST_BYTES, populate=True))
+    memory = aligned_array(_REQUEST_BYTES, populate=True).data
     source = os.open(file, os.O_RDONLY)
     while word := sock.recv(1):
         if word == _GET:

@@ -18,6 +18,7 @@ from hpstore.format.pool_key import PoolKey, Use
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, parsing
 
+RecordStamp = tuple[int, int, int]  # base.py's Stamp, of pool.json
 HORIZON, MARK = "horizon.json", "mark.json"
 COUNTER_BYTES = 512  # one sector: a power cut leaves the old number or the new one
 
@@ -39,8 +40,18 @@ class SectorMoved(HpstoreError):
         self.sector = sector
 
 
+class RecordReplaced(HpstoreError):
+    """A device's record of membership is not the one that a writer has seen: it must look at it
+    again before the file may have its name."""
+
+
 class NameGuard(Protocol):
-    """What a local device compares with its horizon's sector, in one step with a rename."""
+    """What a local device compares in one step with a rename: its horizon's sector, and the stamp
+    of its record of membership."""
+
+    @property
+    def record(self) -> RecordStamp | None:
+        """The stamp that the writer has seen; None where it is not compared."""
 
     def check_sector(self, sector: bytes, url: str) -> None:
         """Raise unless the name may be given."""
@@ -52,6 +63,7 @@ class SectorGuard:
     whether they allow the name was judged by the writer, who has."""
 
     sector: bytes
+    record: RecordStamp | None = None
 
     def check_sector(self, sector: bytes, url: str) -> None:
         """Raise SectorMoved unless it is the same."""
@@ -63,11 +75,13 @@ class SectorGuard:
 class HorizonGuard:
     """When a file may have its name. A new version's counter must be above the horizon. A repair
     publishes old counters: the horizon must be what it was, `seen`, before the repair looked.
-    `pool_key`: what the horizon must carry the MAC of."""
+    `pool_key`: what the horizon must carry the MAC of. `record`: the stamp of the membership that
+    the write was planned on (PROTOCOL 4); stores do not compare it."""
 
     counter: int
     seen: int | None = None
     pool_key: PoolKey | None = None
+    record: RecordStamp | None = None
 
     def check(self, horizon: int, url: str) -> None:
         """Raise HorizonPassed unless the device's horizon allows the name."""
@@ -123,3 +137,12 @@ def risen(name: str, data: bytes, value: int, pool_key: PoolKey | None = None) -
         return max(decode_counter(name, data, where="", pool_key=pool_key), value)
     except IntegrityError:
         return value
+
+
+def check_record(guard: NameGuard, found: RecordStamp | None, url: str) -> None:
+    """Raise RecordReplaced unless a device's record of membership is the one that was seen."""
+    if guard.record is not None and guard.record != found:
+        raise RecordReplaced(
+            f"the record of membership of device {url} was replaced during a write, which looks at "
+            "it again"
+        )

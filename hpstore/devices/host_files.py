@@ -124,7 +124,8 @@ class HostWriter:
 
     def publish(self, path: str, guard: NameGuard | None = None) -> None:
         """As of any device; the name is durable on return."""
-        args: dict[str, object] = {"handle": self._handle, "path": path}
+        record = None if guard is None else guard.record
+        args: dict[str, object] = {"handle": self._handle, "path": path, "record": record}
         for _ in range(_COMMIT_TRIES):
             sector = b"" if guard is None else self._device.checked_horizon(guard)
             moved = self._links.call(

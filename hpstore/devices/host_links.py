@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from hpstore.devices.horizon_guard import HorizonPassed
+from hpstore.devices.horizon_guard import HorizonPassed, RecordReplaced
 from hpstore.errors import (
     DescriptorsExhausted,
     DeviceDenied,
@@ -66,6 +66,7 @@ _KINDS: dict[str, type[HpstoreError]] = {
         IntegrityError,
         LockTimeout,
         ReadAbandoned,
+        RecordReplaced,
     )
 }
 

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
-from hpstore.devices.base import raise_device_error
+from hpstore.devices.base import Stamp, raise_device_error
 from hpstore.devices.confined_names import open_beneath, widen
 from hpstore.devices.file_handles import raise_local_error, sync_filesystem, unlock_and_close
 from hpstore.devices.horizon_guard import (
@@ -17,12 +17,14 @@ from hpstore.devices.horizon_guard import (
     HORIZON,
     MARK,
     NameGuard,
+    check_record,
     decode_counter,
     encode_counter,
     risen,
 )
 from hpstore.errors import LockTimeout
 from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import POOL_FILE
 
 _TRIES, _PAUSE_SECONDS = 100, 0.01  # a name takes microseconds; a stopped writer holds on
 
@@ -45,6 +47,10 @@ class LocalCounters(ABC):
     @abstractmethod
     def require_objects(self) -> None:
         """Raise DeviceMissing when the directory of all objects is gone."""
+
+    @abstractmethod
+    def stamp(self, path: str) -> Stamp | None:
+        """What changes when a file is replaced."""
 
     @contextlib.contextmanager
     def _counter_file(self, name: str, flags: int) -> Iterator[int]:
@@ -158,11 +164,14 @@ class LocalCounters(ABC):
 
     @contextlib.contextmanager
     def guarded(self, guard: NameGuard | None) -> Iterator[None]:
-        """Hold the horizon where it is while a file gets its name. Raises HorizonPassed."""
+        """Hold the horizon where it is while a file gets its name. Raises HorizonPassed,
+        RecordReplaced."""
         if guard is None:
             yield
             return
         with self._counter_file(HORIZON, os.O_RDONLY | self._creation(HORIZON)) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH)
             guard.check_sector(os.pread(fd, COUNTER_BYTES, 0), self.url)
+            if guard.record is not None:
+                check_record(guard, self.stamp(POOL_FILE), self.url)
             yield

@@ -17,6 +17,7 @@ from hpstore.devices.base import RECYCLE, RECYCLE_MIN_BYTES, TMP, DirectoryEntry
 from hpstore.devices.horizon_guard import (
     HORIZON,
     HorizonGuard,
+    check_record,
     decode_counter,
     encode_counter,
     risen,
@@ -25,6 +26,7 @@ from hpstore.devices.reserve import SPARE_BYTES, plan_spares
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import POOL_FILE
 
 
 class _File:
@@ -356,6 +358,7 @@ class MemoryWriter:
         with self._device._lock:
             if guard is not None:
                 guard.check(self._device.counter(HORIZON, guard.pool_key), self._device.url)
+                check_record(guard, self._device.stamp(POOL_FILE), self._device.url)
             files = self._device.files
             files[self._device._name(path)] = files.pop(self._name)
             self._made.locked, self._name = False, ""

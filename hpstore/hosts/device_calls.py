@@ -15,6 +15,7 @@ from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
     MARK,
+    RecordStamp,
     SectorGuard,
     SectorMoved,
     decode_counter,
@@ -40,6 +41,7 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
 from hpstore.hosts.caller_sessions import CallerSessions, HeldFile
 
 T = TypeVar("T")
+_MOST = 1 << 64  # of an inode's number
 _MOST_FILE_BYTES = 1 << 50
 _MOST_HELD_BYTES = REGISTERS_BYTES  # of registers that one hold reads
 
@@ -116,6 +118,15 @@ def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise ValueError("a flag is true or false")
     return value
+
+
+def _stamp_of(value: object) -> RecordStamp | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 3:
+        raise ValueError("a stamp is three numbers")
+    inode, changed, size = (whole(part, "a stamp", most=_MOST) for part in value)
+    return inode, changed, size
 
 
 def _counter(value: object) -> str:
@@ -211,10 +222,12 @@ def _sync(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
 
 
 def _commit(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
-    """Give a file its name if the horizon's sector is what the caller judged; durable when it is
-    answered. Answers '!' and the sector where it has moved."""
+    """Give a file its name if the horizon's sector is what the caller judged, and the membership
+    what it saw; durable when it is answered. Answers '!' and the sector where it has moved."""
     path, handle = str(request.args["path"]), str(request.args["handle"])
-    guard = SectorGuard(sector=request.body) if request.args["guarded"] is True else None
+    guard = None
+    if request.args["guarded"] is True:
+        guard = SectorGuard(sector=request.body, record=_stamp_of(request.args["record"]))
     with sessions.use(request.session, handle, request.disk) as item:
         writer = of_kind(item, LocalWriter)
         try:
@@ -393,7 +406,7 @@ OPERATIONS: Mapping[str, DiskOperation] = {
     "sync": DiskOperation(role=CallerRole.WRITER, checks=_HANDLE, run=_sync),
     "commit": DiskOperation(
         role=CallerRole.WRITER,
-        checks={**_HANDLE, "path": _below(OBJECTS, RECYCLE), "guarded": _flag},
+        checks={**_HANDLE, "path": _below(OBJECTS, RECYCLE), "guarded": _flag, "record": _stamp_of},
         body_bytes=COUNTER_BYTES,
         run=_commit,
     ),

@@ -352,6 +352,12 @@ class PoolContext:
             self._stamps[device_id] = (stamp, record.generation)
         return record.generation
 
+    def record_stamp(self, device_id: str, generation: int) -> Stamp | None:
+        """The stamp of the record that generation_on() saw last, if it is not newer than that."""
+        with self._lock:
+            known = self._stamps.get(device_id)
+        return known[0] if known is not None and known[1] <= generation else None
+
     def note_write(self, device_id: str, url: str, answer: object) -> None:
         """Learn from how a write on a device ended: an error, or anything else when it worked.
 

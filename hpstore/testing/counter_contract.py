@@ -7,9 +7,17 @@ from abc import ABC, abstractmethod
 import pytest
 
 from hpstore.devices.base import TMP, Device
-from hpstore.devices.horizon_guard import HORIZON, MARK, HorizonGuard, HorizonPassed, encode_counter
+from hpstore.devices.horizon_guard import (
+    HORIZON,
+    MARK,
+    HorizonGuard,
+    HorizonPassed,
+    RecordReplaced,
+    encode_counter,
+)
 from hpstore.errors import IntegrityError, NotAuthentic
 from hpstore.format.pool_key import PoolKey
+from hpstore.format.records import POOL_FILE
 from hpstore.testing import PAGE, all_files, fetch, in_threads, pattern, store
 
 _PATH = "objects/a/b/@guarded"
@@ -108,6 +116,22 @@ class CounterContract(ABC):
                 device.open(_PATH)
         handle.abort()
         assert all_files(device, TMP) == []
+
+    def test_a_name_is_not_given_on_another_membership(self, device: Device) -> None:
+        """The record was replaced after the writer looked: it must look again."""
+        if device.mode == "remote":
+            pytest.skip("a store compares nothing in one step")
+        device.write_small(POOL_FILE, b"one")
+        seen = device.stamp(POOL_FILE)
+        device.write_small(POOL_FILE, b"two")
+        handle = device.create(PAGE)
+        handle.write(0, [pattern(PAGE)])
+        handle.sync()
+        with pytest.raises(RecordReplaced):
+            handle.publish(_PATH, HorizonGuard(counter=1, record=seen))
+        assert all_files(device, "objects") == []
+        handle.publish(_PATH, HorizonGuard(counter=1, record=device.stamp(POOL_FILE)))
+        assert fetch(device, _PATH) == pattern(PAGE).tobytes()
 
     def test_removals_can_be_synced(self, device: Device) -> None:
         """What was removed stays so, everything else is there."""

@@ -117,7 +117,9 @@ def request_seeds() -> list[bytes]:
         _request("create", handle=_HANDLE, nbytes=4096, vital=False),
         _request("write", b"x" * 4096, handle=_HANDLE, offset=0),
         _request("sync", handle=_HANDLE),
-        _request("commit", bytes(512), handle=_HANDLE, path="objects/a/@1", guarded=False),
+        _request(
+            "commit", bytes(512), handle=_HANDLE, path="objects/a/@1", guarded=False, record=None
+        ),
         _request("open", handle=_HANDLE, path="objects/a/@1"),
         _request("read", handle=_HANDLE, offset=0, nbytes=4096, whole=False),
         _request("close", handle=_HANDLE),

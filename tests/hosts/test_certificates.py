@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,7 +81,7 @@ def test_each_role_may_do_what_it_needs_and_no_more(service: HostService, tls: P
         device.entries("objects")
         device.usage()
         device.probe(write=False)
-        for forbidden in (
+        for_keepers: tuple[Callable[[HostDevice], object], ...] = (
             lambda d: d.write_small(POOL_FILE, b"forged"),
             lambda d: d.write_small(IDENTITY_FILE, b"forged"),
             lambda d: d.delete(POOL_FILE),
@@ -89,10 +89,11 @@ def test_each_role_may_do_what_it_needs_and_no_more(service: HostService, tls: P
             lambda d: d.quarantine(POOL_FILE),
             lambda d: d.raise_counter(HORIZON, 5),
             lambda d: d.prepare(),
-        ):
+        )
+        for forbidden in for_keepers:
             with pytest.raises(DeviceDenied, match=r"needs the role (keeper|writer)"):
                 forbidden(device)
-    for forbidden in (
+    for_writers: tuple[Callable[[HostDevice], object], ...] = (
         lambda d: d.create(PAGE),
         lambda d: d.write_small(f"{DEBTS}/x.json", b"x"),
         lambda d: d.delete(PATH),
@@ -101,7 +102,8 @@ def test_each_role_may_do_what_it_needs_and_no_more(service: HostService, tls: P
         lambda d: d.raise_counter(MARK, 5),
         lambda d: d.sweep(),
         lambda d: d.probe(write=True),
-    ):
+    )
+    for forbidden in for_writers:
         with pytest.raises(DeviceDenied, match="needs the role writer"):
             forbidden(reader)
     store(writer, "objects/b/@1", pattern(PAGE))

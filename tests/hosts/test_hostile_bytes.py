@@ -140,7 +140,9 @@ WRONG: dict[str, bytes] = {
     ),
     "too many directories": call("listings", body=json.dumps(["objects"] * 2000).encode()),
     "a name into tmp": call("delete", path="tmp/x"),
-    "a commit beside objects": call("commit", handle="0" * 16, path="debts/x", guarded=False),
+    "a commit beside objects": call(
+        "commit", handle="0" * 16, path="debts/x", guarded=False, record=None
+    ),
 }
 PATHS = (
     "/etc/passwd",
@@ -189,7 +191,7 @@ def test_a_path_stays_below_the_disk(service: HostService, path: str, tmp_path: 
         call("retire", path=path),
         call("quarantine", path=path),
         call("sync_directory", path=path),
-        call("commit", handle=handle, path=path, guarded=False),
+        call("commit", handle=handle, path=path, guarded=False, record=None),
         call(
             "listings", body=json.dumps([path if path not in ("", "objects") else "x/y"]).encode()
         ),

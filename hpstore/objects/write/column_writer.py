@@ -16,8 +16,8 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, WriteHandle
-from hpstore.devices.horizon_guard import HorizonGuard, HorizonPassed
-from hpstore.errors import DeviceTimeout, HpstoreError
+from hpstore.devices.horizon_guard import HorizonGuard, HorizonPassed, RecordReplaced
+from hpstore.errors import DeviceError, DeviceTimeout, HpstoreError
 from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
 from hpstore.format.keys import Kind, NameTags, Version
 from hpstore.format.pool_key import PoolKey
@@ -27,6 +27,7 @@ from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.deadline_wait import QUICK_SECONDS, Patience, wait_awake
 
 _log = logging.getLogger(__name__)
+_RECORD_TRIES = 16  # of a name, while the record of membership is replaced
 
 
 class Lanes(Protocol):
@@ -302,20 +303,28 @@ class ColumnSet:
     def name_one(self, column: ColumnWriter, name: Callable[[HorizonGuard], None]) -> None:
         """Give a sealed column its name by `name`, on the lane of its device. Not when it comes too
         late: then abandon() drops the file. Raises MembershipMoved, HorizonPassed."""
-        if self._late(column):
-            return
-        self.check_generation(column)
-        with self._lock:
-            late = self._decided or column.failed is not None
-            column.begun = not late
-        if late:
-            return
-        try:
-            name(self._guard(column))
-        except HorizonPassed:
+        for _ in range(_RECORD_TRIES):
+            if self._late(column):
+                return
+            self.check_generation(column)
             with self._lock:
-                column.begun = False  # it has no name
-            raise
+                late = self._decided or column.failed is not None
+                column.begun = not late
+            if late:
+                return
+            try:
+                name(self._guard(column))
+            except (HorizonPassed, RecordReplaced) as error:
+                with self._lock:
+                    column.begun = False  # it has no name
+                if isinstance(error, HorizonPassed):
+                    raise
+            else:
+                return
+        raise DeviceError(
+            f"the record of membership of device {column.device.url} is replaced all the time",
+            device=column.device_id,
+        )
 
     def _guard(self, column: ColumnWriter) -> HorizonGuard:
         """What a device compares before the file has its name."""
@@ -324,6 +333,7 @@ class ColumnSet:
             counter=column.header.version.counter,
             seen=None if horizons is None else horizons.get(column.device_id, -1),
             pool_key=self._store.pool_key,
+            record=self._store.record_stamp(column.device_id, self._generation),
         )
 
     def _late(self, column: ColumnWriter) -> bool:
