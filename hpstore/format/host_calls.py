@@ -67,6 +67,17 @@ def parse_url(url: str) -> tuple[str, int, int]:
     return match[1].strip("[]"), int(match[2] or DEFAULT_PORT), int(match[3])
 
 
+def host_domain(url: str) -> str | None:
+    """The failure domain of a disk of another host, unless the pool says otherwise: the host. None
+    for any other URL."""
+    if not url.startswith(SCHEME):
+        return None
+    try:
+        return f"host-{parse_url(url)[0]}"
+    except ValueError:
+        return None
+
+
 def encode_json(value: object) -> bytes:
     """JSON in ASCII, without spaces; what a name holds that is no text is escaped, too."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")

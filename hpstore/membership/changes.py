@@ -24,6 +24,7 @@ from hpstore.errors import (
     TooFewDevices,
     TooManyErasures,
 )
+from hpstore.format.host_calls import host_domain
 from hpstore.format.keys import ColumnName, Kind
 from hpstore.format.records import (
     IDENTITY_FILE,
@@ -84,6 +85,7 @@ def add_member(
     """Claim an unused device and make it a member. The caller holds the change lock."""
     if domain is not None:
         check_domain(domain)
+    domain = domain or host_domain(url)
     record = store.view.record
     identity = _own_identity(store, device)
     claimed = identity is not None and identity.pool_id == record.pool_id

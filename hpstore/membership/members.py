@@ -30,6 +30,7 @@ from hpstore.errors import (
 )
 from hpstore.format.device_urls import without_secrets
 from hpstore.format.geometry import BLOCK_BYTES, check_unit_bytes, check_width
+from hpstore.format.host_calls import host_domain
 from hpstore.format.placement import bound_spread
 from hpstore.format.records import (
     IDENTITY_FILE,
@@ -79,6 +80,7 @@ def create_members(
                 undo.callback(remove_place, url)
         devices = [closing.enter_context(contextlib.closing(opener(url))) for url in urls]
         _require_fit(devices)
+        domains = domains or _by_host(urls)
         record = _first_record(urls, domains, config, data, parity, unit_bytes)
         record.encode(config.key)  # refused before anything is claimed
         _claim_all(devices, record, config, keep)
@@ -95,6 +97,14 @@ def _require_fit(devices: Sequence[Device]) -> None:
         raise ConfigError(f"device {url} is given twice")
     for device in devices:
         require_unused(device)
+
+
+def _by_host(urls: Sequence[str]) -> list[str] | None:
+    """Domains where some devices are on other hosts: the host, and its own for any other device."""
+    hosts = [host_domain(url) for url in urls]
+    if not any(hosts):
+        return None
+    return [host or f"d{i:03d}" for i, host in enumerate(hosts)]
 
 
 def _first_record(

@@ -64,7 +64,8 @@ def create_pool(
         `hpstore.open(name)` and URLs find the pool by it later, also through the table that
         HPSTORE_POOLS names. Without one the pool is called after its file: "lab" of lab.toml.
     domains
-        What fails together, one label per device; None: each its own.
+        What fails together, one label per device; None: the disks of another host together, each
+        other device its own.
     unit_bytes
         Stripe unit of objects.
     settings

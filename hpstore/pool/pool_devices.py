@@ -69,7 +69,8 @@ class PoolDevices:
         url
             A path, or a URL of an fsspec file system.
         domain
-            The failure domain that it shares with others; None for one of its own.
+            The failure domain that it shares with others; None for one of its own, or that of its
+            host (`hpd://`).
         force
             Also a place that another pool has used.
         allow_root_disk
