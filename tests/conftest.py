@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import hpstore
 from hpstore.config import Settings
+from hpstore.devices import reserve
 from hpstore.units import MIB
 
 # the contract's assertions show their values, as those in test files do
@@ -29,7 +30,11 @@ os.environ.setdefault("HPSTORE_NODE_MEMORY", "off")
 _SLOW = [HealthCheck.too_slow]
 settings.register_profile("dev", max_examples=25, deadline=None, suppress_health_check=_SLOW)
 settings.register_profile(
-    "ci", max_examples=40, derandomize=True, deadline=None, suppress_health_check=_SLOW
+    "ci",
+    max_examples=40 if LONG else 25,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=_SLOW,
 )
 settings.register_profile(
     "nightly", max_examples=2000, print_blob=True, deadline=None, suppress_health_check=_SLOW
@@ -73,6 +78,13 @@ def segments_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     from hpstore.checkpoint.save import rank_plan
 
     monkeypatch.setattr(rank_plan, "WITHIN_BYTES", -1)
+
+
+@pytest.fixture(autouse=True)
+def spare_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device of this process makes as few spare files as on a small filesystem: 64 on each are
+    half of what a pool of five directories costs. What is about them has a fixture of this name."""
+    monkeypatch.setattr(reserve, "SPARES_MOST", reserve.SPARES_LEAST)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,11 @@ from hpstore.units import MIB
 from tests.fault.common import Bench, MakeDisks
 
 
+@pytest.fixture(autouse=True)
+def spare_files() -> None:
+    """As many on a device as its filesystem would have: disks get full here."""
+
+
 @pytest.fixture(scope="session")
 def loop_mounts() -> None:
     """Skip, with the reason, where loop filesystems cannot be made. Tries it once, sweeps first."""

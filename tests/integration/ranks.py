@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hpstore
 from hpstore.checkpoint.save import rank_plan
 from hpstore.config import Settings
+from hpstore.devices import reserve
 from hpstore.errors import HpstoreError
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB
@@ -72,6 +73,7 @@ def _enter(
     """Main function of a process."""
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        reserve.SPARES_MOST = reserve.SPARES_LEAST  # as in the process of the tests
         torch.set_num_threads(1)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         job(rank, world, directory, *args)

@@ -22,6 +22,11 @@ from tests.full import no_room
 PATH, NEW = "objects/a/@old", "objects/a/@new"
 
 
+@pytest.fixture(autouse=True)
+def spare_files() -> None:
+    """As many as the filesystem would have: these tests are about them."""
+
+
 @pytest.fixture
 def device(tmp_path: Path) -> LocalDevice:
     """With one object."""

@@ -17,6 +17,11 @@ from hpstore.units import GIB, KIB, MIB
 TIB = 1024 * GIB
 
 
+@pytest.fixture(autouse=True)
+def spare_files() -> None:
+    """As many as ever: these tests are about them."""
+
+
 def usage(free: int, free_inodes: int = 10_000) -> Usage:
     """Of a filesystem of 100 MiB with 10,000 inodes: 1 MiB and 100 inodes are the reserve."""
     return Usage(total=100 * MIB, free=free, inodes=10_000, free_inodes=free_inodes)
