@@ -16,6 +16,7 @@ import hpstore
 from hpstore.config import Settings
 from hpstore.devices import reserve
 from hpstore.units import MIB
+from tests.thorough import LONG
 
 # the contract's assertions show their values, as those in test files do
 pytest.register_assert_rewrite("hpstore.testing.device_contract", "hpstore.testing.direct_contract")

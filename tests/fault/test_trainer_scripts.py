@@ -42,7 +42,7 @@ CASES = [
     if (ranks == 2) == name.startswith(("ddp", "fsdp", "torchtitan"))
 ]
 CASES += [("huggingface_loop", 2), ("peft_loop", 2), ("ray_loop", 2), ("torchtitan_loop", 1)]
-QUICK = "fabric_loop"  # the one that every run of the tests has; the others take minutes
+QUICK = "ignite_loop"  # the one that every run of the tests has; the others take minutes
 
 
 def run(folder: Path, name: str, ranks: int, dies_at: int = 0) -> str:

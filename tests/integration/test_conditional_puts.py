@@ -22,9 +22,11 @@ from hpstore.errors import (
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import FakeClock, Harness
+from tests.thorough import LONG
 from tests.turns import TurnProcess
 
 HOUR_MS = 3_600_000
+CLOCKS = [0, HOUR_MS, -HOUR_MS]
 BODIES = {"A": b"a" * 150_000, "B": b"b" * 150_000, "C": b"c" * 150_000}
 SMALL = {"A": b"a", "B": b"b", "C": b"c"}
 
@@ -73,15 +75,19 @@ def closing_all(*processes: TurnProcess) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("bodies", [SMALL, BODIES], ids=["copies", "columns"])
-@pytest.mark.parametrize("ahead_ms", [0, HOUR_MS, -HOUR_MS], ids=["same", "ahead", "behind"])
+@pytest.mark.parametrize("ahead_ms", CLOCKS, ids=["same", "ahead", "behind"])
 @pytest.mark.parametrize("replaced", [False, True], ids=["if_absent", "if_version"])
 def test_of_two_conditional_puts_one_is_acknowledged_wherever_the_other_was_stopped_rule_6(
     tmp_path: Path, bodies: dict[str, bytes], ahead_ms: int, *, replaced: bool
 ) -> None:
     """A is stopped before each of its device operations in turn, its clock an hour off or not; B
-    takes its claim over. Never are both acknowledged, and what was is what is read."""
+    takes its claim over. Never are both acknowledged, and what was is what is read.
+
+    The six cases of a kind of body share the operations in CI: each is met with two clocks.
+    """
     taken_over = 0
-    for step in count(1):
+    first = 1 if LONG else 1 + (replaced + CLOCKS.index(ahead_ms)) % 3
+    for step in count(first, 1 if LONG else 3):
         path = tmp_path / str(step)
         path.mkdir()
         a, b, found, stopped = stopped_at(path, step, ahead_ms, bodies, replaced=replaced)
@@ -95,11 +101,13 @@ def test_of_two_conditional_puts_one_is_acknowledged_wherever_the_other_was_stop
         if not stopped:
             assert won == ["A"]
             break
-    assert taken_over > 5
+    assert taken_over > (5 if LONG else 1)
 
 
 @hypothesis_settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60 if LONG else 20,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     turns=st.lists(st.tuples(st.sampled_from("ABC"), st.integers(1, 25)), max_size=25),

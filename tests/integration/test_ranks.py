@@ -114,6 +114,8 @@ def test_a_checkpoint_of_any_sharding_loads_on_any_other_with_m_devices_lost(
     with open_pool(tmp_path) as pool:
         assert any("segment" in key for key in pool.list("run")) == (save is save_large_kinds)
     everything = [f"{kind}4" for kind in KINDS] + ["plain1", "fsdp2"]
+    if save is save_kinds and not LONG:  # with segments all of them are loaded
+        everything = ["2d4", "plain1", "fsdp2"]
     for lost in ("d1", "d4"):
         shutil.rmtree(tmp_path / lost)
     launch(tmp_path, 4, load_kinds, *everything)

@@ -147,7 +147,8 @@ def _explain(options: argparse.Namespace, found: CampaignResult) -> None:
 
 
 def replay(path: Path, options: argparse.Namespace) -> int:
-    """Run a kept schedule and print its trace."""
+    """Run a kept schedule and print its name and its trace."""
+    _say(f"{path.name}:")
     schedule = Schedule.from_json(path.read_text(encoding="utf-8"))
     with installed(checkpoints=schedule.saves), mutated(options.mutation):
         outcome = run(schedule)
@@ -175,7 +176,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
     parser.add_argument("--keep", type=Path, help="write minimal schedules here")
-    parser.add_argument("--replay", type=Path, help="run a schedule that was kept")
+    parser.add_argument("--replay", type=Path, nargs="+", help="run schedules that were kept")
     parser.add_argument("--mutation", default="", choices=["", *MUTATIONS], help="break a rule")
     parser.add_argument("--first", action="store_true", help="stop at the first finding")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false")
@@ -186,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     """0 when nothing was found, else 1."""
     options = parse(arguments)
     if options.replay:
-        return replay(options.replay, options)
+        return max([replay(path, options) for path in options.replay])
     if options.seed is not None:
         with installed(), mutated(options.mutation):
             outcome = run(draw(options.seed, options.processes))
