@@ -87,14 +87,14 @@ def test_a_device_vanishes_is_healed_returns_and_is_taken_back(node: Node) -> No
         node.until("taken back", lambda: node.state_of(2) == "online/online")
         log = node.log.read_text()
         url = log.split("metrics at ")[1].split()[0]
-        page = urllib.request.urlopen(url, timeout=10).read().decode()
+        page = urllib.request.urlopen(url, timeout=60).read().decode()
         assert str(lost) in page
-        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
+        metrics = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
         assert "hpstore_pool_losses_tolerated 2.0" in metrics
-        body = json.loads(urllib.request.urlopen(f"{url}/status.json", timeout=10).read())
+        body = json.loads(urllib.request.urlopen(f"{url}/status.json", timeout=60).read())
         assert len(body["devices"]) == 7
         with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(f"{url}/etc/passwd", timeout=10)
+            urllib.request.urlopen(f"{url}/etc/passwd", timeout=60)
         reasons = [d["reason"] for d in body["decisions"]]
         assert "it does not answer" in reasons
         assert "its columns are reconciled" in reasons

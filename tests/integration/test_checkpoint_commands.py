@@ -99,7 +99,7 @@ def test_commands_leave_a_running_training_alone(cli: PoolCommands, pool: hpstor
         training_run.save(2, {"a": torch.ones(9)}).result()
         pool.put(f"{RUN}/step-000000000009/segment-00ff-r00000", b"of nobody")
         # the note of an attempt goes after its result is there
-        poll(10, lambda: not any("/attempts/" in key for key in pool.list(RUN)))
+        poll(60, lambda: not any("/attempts/" in key for key in pool.list(RUN)))
         before = pool.list()
         for words in (
             ("ls", RUN),

@@ -87,7 +87,7 @@ def test_a_scrape_that_goes_away_leaves_no_traceback(
             gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             gone.sendall(b"GET / HTTP/1.1\r\n")
             gone.close()  # a reset, in the middle of a request
-        asked = http.client.HTTPConnection(host, int(port), timeout=10)
+        asked = http.client.HTTPConnection(host, int(port), timeout=60)
         asked.request("GET", "/metrics")
         assert asked.getresponse().status == 200
         asked.close()

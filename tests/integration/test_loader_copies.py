@@ -69,7 +69,7 @@ def epochs(data: Dataset, fields: dict[str, Field], **options: Any) -> dict[str,
                     assert plain(batch[name], row) == plain([wanted[name]], 0), (index, name)
                 seen.append(index)
         assert sorted(seen) == list(range(COUNT))
-        poll(10, lambda: loader.stats()["pages_in_memory"] == loader.stats()["pages_to_keep"])
+        poll(60, lambda: loader.stats()["pages_in_memory"] == loader.stats()["pages_to_keep"])
     loader.close()
     return loader.stats()
 

@@ -123,9 +123,9 @@ def test_a_run_may_end_on_a_thread_that_is_looking_at_its_pages(small: Dataset) 
 
     thread = threading.Thread(target=reserve, daemon=True)
     thread.start()
-    poll(10, lambda: not batches._run.going)
+    poll(60, lambda: not batches._run.going)
     slab.close()
-    thread.join(10)
+    thread.join(60)
     assert not thread.is_alive()
     loader.close()
 
@@ -186,13 +186,13 @@ def test_pages_wait_until_there_is_room_for_all_of_them(several: Dataset) -> Non
     found: list[Places | None] = []
     thread = threading.Thread(target=lambda: found.append(slab.reserve(np.arange(4, 8), 20)))
     thread.start()
-    poll(10, lambda: slab._leaves == 5)
+    poll(60, lambda: slab._leaves == 5)
     slab.advance(5)
-    poll(10, lambda: slab._leaves == 9)
+    poll(60, lambda: slab._leaves == 9)
     assert not found
     assert (slab._slot[4:8] < 0).all()
     slab.advance(9)
-    thread.join(10)
+    thread.join(60)
     (places,) = found
     assert places is not None
     assert sorted(places) == [4, 5, 6, 7]

@@ -140,12 +140,12 @@ def test_a_pipeline_is_filled_up_by_the_quarter() -> None:
     """Threads are woken once for two of eight batches; no more than eight are ever ahead."""
     made = list[int]()
     pipeline = Pipeline(numbered(40), lambda piece: made.append(piece.start), depth=8, threads=2)
-    poll(10, lambda: pipeline.ready == 8)
+    poll(60, lambda: pipeline.ready == 8)
     for taken in range(1, 33):
         assert pipeline.take()[0].start == taken - 1
         expected = 8 + taken // 2 * 2
         time.sleep(0.02)  # a batch too many, made by another thread, would show by now
-        poll(10, lambda expected=expected: len(made) == expected)  # type: ignore[misc]
+        poll(60, lambda expected=expected: len(made) == expected)  # type: ignore[misc]
         assert pipeline.ready == expected - taken
     assert [pipeline.take()[0].start for _ in range(8)] == list(range(32, 40))
     with pytest.raises(StopIteration):
@@ -167,11 +167,11 @@ def test_a_small_batch_takes_no_place_of_a_whole_one() -> None:
     def make(piece: BatchPiece) -> None:
         begun.append(piece.samples)
         if len(begun) == 2:
-            gate.wait(10)
+            gate.wait(60)
 
     pipeline = Pipeline(of_sizes(8, 7, 3, 8, 8), make, depth=2, threads=2, rows=8)
     pipeline.take()
-    poll(10, lambda: begun == [8, 7, 3, 8])
+    poll(60, lambda: begun == [8, 7, 3, 8])
     gate.set()
     assert [pipeline.take()[0].samples for _ in range(4)] == [7, 3, 8, 8]
     pipeline.close()
@@ -183,7 +183,7 @@ def test_as_many_batches_are_ahead_as_there_is_memory_for(sizes: list[int], ahea
     made = list[BatchPiece]()
     pipeline = Pipeline(of_sizes(*sizes), made.append, depth=2, threads=2, rows=8)
     for taken in range(len(sizes) - ahead):
-        poll(10, lambda taken=taken: len(made) == taken + ahead)  # type: ignore[misc]
+        poll(60, lambda taken=taken: len(made) == taken + ahead)  # type: ignore[misc]
         time.sleep(0.01)  # one too many would show by now
         assert len(made) == taken + ahead
         pipeline.take()
@@ -196,13 +196,13 @@ def test_what_is_ready_is_what_comes_next() -> None:
 
     def make(piece: BatchPiece) -> None:
         if piece.start == 1:
-            gate.wait(10)
+            gate.wait(60)
         if piece.start == 3:
             go.set()
 
     pipeline = Pipeline(numbered(4), make, depth=4, threads=2)
-    assert go.wait(10)
-    poll(10, lambda: pipeline.ready == 1)
+    assert go.wait(60)
+    poll(60, lambda: pipeline.ready == 1)
     with pytest.raises(BatchTimeout):
         (pipeline.take(), pipeline.take(0.01))
     gate.set()
@@ -271,7 +271,7 @@ def test_a_rank_whose_first_rows_lie_beyond_the_window_begins_too(pool: Pool) ->
         seed=1,
         memory=LoaderMemory(window_bytes="2MiB"),
         cache=0,
-        timeout=10,
+        timeout=60,
     )
     order = loader.order
     assert isinstance(order, WindowOrder)
@@ -291,7 +291,7 @@ def test_who_has_nothing_left_to_fill_ends(pool: Pool, fields: list[str] | None)
     )
     batches = iter(loader)
     next(batches)
-    poll(10, lambda: not [t for t in threading.enumerate() if "hpstore-fill" in t.name])
+    poll(60, lambda: not [t for t in threading.enumerate() if "hpstore-fill" in t.name])
     assert sum(len(batch["y"]) for batch in batches) == COUNT - BATCH
     order = loader.order
     assert order is not None
@@ -314,7 +314,7 @@ def test_a_run_that_begins_inside_a_window_does_not_wait_for_all_of_it(
 
     monkeypatch.setattr(PageMemory, "read", read)
     data = Dataset(pool, "a")
-    loader = DataLoader(data, batch_size=BATCH, shuffle="window", seed=1, timeout=10)
+    loader = DataLoader(data, batch_size=BATCH, shuffle="window", seed=1, timeout=60)
     loader.load_state_dict(loader.state_dict() | {"samples": COUNT // 2})
     batches = iter(loader)
     order = loader.order

@@ -70,7 +70,7 @@ def test_no_page_is_given_up_while_a_batch_is_copied_from_it(
     made = Assembler(data, Slots(64 * MIB, None), {stream.number: slab}, Counts())
     batch = made.batch(np.arange(20), awaited=0, urgent=lambda: False)
     assert not wrong(batch)
-    fillers[0].join(10)
+    fillers[0].join(60)
     assert (slab._slot[:4] >= 0).tolist() == [False, False, True, True]
 
 
@@ -91,7 +91,7 @@ def test_room_comes_when_nobody_copies_any_more(data: Dataset) -> None:
         assert not taken
         views = slab.pieces(slots, where).views()
         assert all((view == i).all() for i, view in enumerate(views))
-    other.join(10)
+    other.join(60)
     assert taken[0].keys() == {2, 3}
 
 
@@ -126,11 +126,11 @@ def test_who_waits_for_pages_is_woken_by_the_last_of_them(
     ]
     for thread in waiting:
         thread.start()
-    poll(10, lambda: len(slab._missing) == 2)
+    poll(60, lambda: len(slab._missing) == 2)
     for page in range(5):
         slab.read(slab.reserve(np.array([page])) or {})
         if page >= 2:
-            waiting[page == 2].join(10)
+            waiting[page == 2].join(60)
     assert there == [3, 4]
     assert not any(thread.is_alive() for thread in waiting)
     assert not slab._missing
@@ -151,7 +151,7 @@ def test_ranks_whose_rows_all_pad_the_epoch_wait_for_nothing(pool: hpstore.Pool,
         rank=rank,
         world_size=4,
         tail="pad",
-        timeout=10,
+        timeout=60,
     )
     with closing(loader):
         assert [len(list(loader)) for _ in range(3)] == 3 * [len(loader)]

@@ -192,7 +192,7 @@ def loader_threads() -> list[threading.Thread]:
 @pytest.mark.parametrize("mode", MODES)
 def test_threads_end_with_their_loader(data: Dataset, mode: str) -> None:
     """Closed; dropped after an epoch, in mid-epoch, before its iterator."""
-    poll(10, lambda: not loader_threads())
+    poll(60, lambda: not loader_threads())
     for end in ("closed", "after an epoch", "in mid-epoch", "before its iterator"):
         loader = DataLoader(data, BATCH, **{"shuffle": True, **MODES[mode]})
         run = iter(loader)
@@ -208,7 +208,7 @@ def test_threads_end_with_their_loader(data: Dataset, mode: str) -> None:
             next(run)
             loader = DataLoader(data)
         del loader, run
-        poll(10, lambda: not loader_threads())
+        poll(60, lambda: not loader_threads())
 
 
 def test_slots_come_back_when_the_last_array_over_them_goes() -> None:

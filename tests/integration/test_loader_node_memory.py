@@ -51,7 +51,7 @@ def keeping(place: Path) -> Iterator[Keeper]:
         yield keeper
     finally:
         ended.set()
-        thread.join(10)
+        thread.join(60)
         keeper.free(None)
 
 
@@ -432,7 +432,7 @@ def test_a_keeper_that_answers_nonsense_is_left(
         with closing(DataLoader(plain(pool), 8)) as loader:
             stats = whole(loader)
             assert not wrong(loader)
-        thread.join(10)
+        thread.join(60)
     assert [facts["op"] for facts in heard] == ["room", "attach"]
     assert "cannot be mapped" in stats["node_memory"]
     json.dumps(stats["node_memory"])

@@ -85,7 +85,7 @@ def run(data: Any, **options: Any) -> tuple[dict[str, Any], list[Any]]:
     with_all: dict[str, Any] = {"batch_size": 10, "shuffle": True, "prefetch_factor": 1, **options}
     loader = DataLoader(data, **with_all)
     batches = list(loader)
-    poll(10, lambda: loader.stats()["pages_in_memory"] == loader.stats()["pages_to_keep"])
+    poll(60, lambda: loader.stats()["pages_in_memory"] == loader.stats()["pages_to_keep"])
     loader.close()
     return loader.stats(), batches
 
@@ -179,14 +179,16 @@ def test_who_waits_for_whom(pool: hpstore.Pool) -> None:
     loader.close()
     assert stats["transform_seconds"] >= count * PAUSE
     assert stats["wait_seconds"] >= 0.7 * count * PAUSE
-    assert stats["trainer_seconds"] < 0.3 * count * PAUSE
+    assert stats["trainer_seconds"] < stats["wait_seconds"]
     loader = DataLoader(data, batch_size=10)
+    began = time.perf_counter()
     for _ in loader:
         time.sleep(PAUSE)
+    seconds = time.perf_counter() - began
     stats = loader.stats()
     loader.close()
     # all but the batch at which it stopped
-    assert 0.7 * (count - 1) * PAUSE <= stats["trainer_seconds"] <= (count + 1) * 2 * PAUSE
+    assert 0.7 * (count - 1) * PAUSE <= stats["trainer_seconds"] <= seconds
     assert stats["samples_per_second"] <= COUNT / ((count - 1) * PAUSE)
 
 

@@ -137,7 +137,7 @@ def in_the_midst_of_copies(data: Dataset) -> tuple[Marking, DataLoader, Any]:
     loader = DataLoader(data, device=gpu, gpu=OFF, cache=0, batch_size=10)
     run = iter(loader)
     next(run)
-    poll(10, lambda: len(gpu.marks) >= 2)
+    poll(60, lambda: len(gpu.marks) >= 2)
     assert not all(mark.done() for mark in gpu.marks)
     return gpu, loader, run
 
@@ -155,7 +155,7 @@ def test_a_loader_that_nobody_has_any_more_waits_for_copies(data: Dataset) -> No
     gpu, loader, run = in_the_midst_of_copies(data)
     del run, loader
     gc.collect()
-    poll(10, lambda: all(mark.done() for mark in gpu.marks))
+    poll(60, lambda: all(mark.done() for mark in gpu.marks))
 
 
 def test_what_was_sent_is_waited_for_when_the_way_ends() -> None:

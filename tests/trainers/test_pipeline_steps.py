@@ -139,7 +139,7 @@ def left(rank: int, world: int, directory: Path) -> None:
         return  # and the process ends, as its peer is to notice
     with pytest.raises(RuntimeError):
         trainer.hooks.step(trainer.schedule, trainer.optimizer)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60  # not the group's half an hour
 
 
 def test_a_rank_does_not_wait_for_others_in_a_collective_that_it_left(directory: Path) -> None:

@@ -136,7 +136,7 @@ def broken(rank: int, world: int, directory: Path) -> None:
     with pytest.raises(RuntimeError) as lost:
         trainer.hooks.step(trainer.schedule, trainer.optimizer)
     assert "newest committed step" in "".join(lost.value.__notes__)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60  # not the group's half an hour
 
 
 def test_a_schedule_that_broke_off_is_not_repeated(directory: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_interpreters_lock_is_not_held() -> None:
     other = threading.Thread(target=count)
     other.start()
     try:
-        poll(10, lambda: turns[0] > 0)
+        poll(60, lambda: turns[0] > 0)
         sys.setswitchinterval(60)  # others run only where the lock is given up
         before = turns[0]
         for _ in range(500):
