@@ -392,3 +392,30 @@ def test_a_rank_that_is_gone_is_never_borne(tmp_path: Path) -> None:
     """It dies while it writes: what is left of the job cannot agree on anything any more."""
     make_pool(tmp_path)
     launch(tmp_path, 2, lose_one, killed=(1,))
+
+
+def interrupt_one(rank: int, world: int, directory: Path) -> None:
+    with open_pool(directory) as pool, Checkpointer(pool, "run", save=WARN) as ckpt:
+        state = {"mine": ckpt.per_rank(torch.ones(9_000))}
+        ckpt.save(1, state).result()
+        stage = ckpt.saver._stage._stage
+
+        def interrupted(*_: object) -> NoReturn:
+            raise KeyboardInterrupt
+
+        if rank:
+            ckpt.saver._stage._stage = interrupted  # type: ignore[method-assign,assignment]
+            with pytest.raises(KeyboardInterrupt):
+                ckpt.save(2, state)
+            ckpt.saver._stage._stage = stage  # type: ignore[method-assign]
+        else:
+            ckpt.save(2, state)
+            with pytest.raises(CheckpointError, match="rank 1: KeyboardInterrupt"):
+                ckpt.wait()
+        assert ckpt.steps() == [1]
+
+
+def test_an_interrupt_of_one_rank_reaches_its_user_and_stops_all(tmp_path: Path) -> None:
+    """While it stages, with on_failure="warn": it was borne as any other failure of a rank."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, interrupt_one)

@@ -181,12 +181,13 @@ class Saver:
             self._underway = None
             staged.set_exception(error)
             in_pool = job.begun and not job.noted  # while the trainer waited for the first slices
-            told: BaseException = error
+            told, voted = error, False
             try:
                 self._give_up(job, error)
-            except Exception as voted:  # noqa: BLE001 (what the other ranks have, too)
-                told = voted
-            if in_pool or (told is not error and self._ranks.world > 1):
+            except Exception as outcome:  # noqa: BLE001 (what the other ranks have, too)
+                # Ctrl-C stays what it is: it is never borne, so the others stop as well
+                told, voted = (outcome if isinstance(error, Exception) else error), True
+            if in_pool or (voted and self._ranks.world > 1):
                 self._failures.give_up(self.options, told)
                 self._failures.ended(self.options, told)
             if self._failures.borne is not told:
