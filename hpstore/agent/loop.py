@@ -29,11 +29,11 @@ from hpstore.agreement.registers import AGENT, HeldRegister, NothingToKeep
 from hpstore.config import private_directory
 from hpstore.errors import DeviceDenied, HpstoreError, MembershipError
 from hpstore.format.records import DeviceState
+from hpstore.health.decision_log import history_path
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.forecast.forecast_model import load_model
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.history import History
-from hpstore.health.monitor import history_path
 from hpstore.health.policy.health_policy import decide
 from hpstore.health.policy.operator_commands import command
 from hpstore.health.policy.states import Action, ActionKind, Decision, PolicyOutcome, PoolFacts

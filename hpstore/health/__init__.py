@@ -4,7 +4,8 @@ Detectors and policy are pure: time, evidence and facts are arguments.
 """
 
 from hpstore.health.detect.evidence import Media, Signs, Traits
-from hpstore.health.detect.slow import SlowConfig, SlowDetector
+from hpstore.health.detect.slow import SlowDetector
+from hpstore.health.detect.slow_config import SlowConfig
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 
 __all__ = ["DeviceVerdict", "HealthState", "Media", "Signs", "SlowConfig", "SlowDetector", "Traits"]

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
+from statistics import median
 
-from hpstore.config import Settings, private_directory
 from hpstore.devices.base import Device
-from hpstore.errors import ConfigError, ThreadsExhausted
+from hpstore.errors import ThreadsExhausted
+from hpstore.health.decision_log import write_down
 from hpstore.health.detect.evidence import Traits
 from hpstore.health.detect.io_recorder import Operation
 from hpstore.health.detect.media import traits_of
@@ -32,7 +32,6 @@ from hpstore.health.detect.stall_filter import Stalls
 from hpstore.health.detect.telemetry import Telemetry, Tick, size_class
 from hpstore.health.detect.tick_window import Gathering
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
-from hpstore.health.history import History
 from hpstore.health.policy.health_policy import decide
 from hpstore.health.policy.operator_commands import Command, command
 from hpstore.health.policy.read_shares import no_new_columns, read_shares
@@ -45,6 +44,8 @@ from hpstore.health.policy.states import (
     PolicyState,
     PoolFacts,
 )
+from hpstore.health.probe_scores import ProbeScores
+from hpstore.health.process_memory import ProcessMemory
 from hpstore.health.snapshot import DeviceSight, HealthSnapshot, Round
 from hpstore.objects.context import PoolContext
 from hpstore.runtime.threads import start_thread
@@ -55,13 +56,11 @@ HEDGE_SHARE = 0.95  # a read later than so many of its peers' is late
 _TIMED_SECONDS = 0.02  # between batches of reads that are timed
 _PROBE_SECONDS = 0.25  # between two probes of a device
 _IDLE_PROBE_SECONDS = 5.0  # without one by a reader, until the monitor probes
+_LOW_PROBE_SECONDS = 0.5  # while hardly anything is read
 _LATENCIES, _DECISIONS = 60, 100  # that a snapshot has
 _CLOSE_SECONDS = 5.0
-
-
-def history_path(settings: Settings, pool_id: str) -> Path:
-    """Where this node's history of a pool is: never on a device of the pool."""
-    return settings.run_path(pool_id) / "health.sqlite"
+_LEARNT_TICKS = 10  # of a process whose times are worth remembering
+_LOW_BUSY_SHARE = 0.2  # of the time; a device that is tried again then keeps hardly anyone waiting
 
 
 class Monitor:
@@ -96,13 +95,18 @@ class Monitor:
         self._probing: dict[str, float] = {}  # device -> when its probe began
         self._next_probe: dict[str, float] = {}
         self._probes: Counter[str] = Counter()  # that went well, since a sit-out began
-        self._probe_scores: dict[str, tuple[float, int]] = {}
+        self._probe_scores = ProbeScores()
+        store = self._store
+        self._memory = ProcessMemory(
+            store.settings.run_path(store.view.record.pool_id), store.metrics
+        )
         self._counts: dict[str, Counter[str]] = {}
         self._latencies: dict[str, deque[float]] = {}
         self._verdicts: dict[str, DeviceVerdict] = {}
         self._decisions: deque[Decision] = deque(maxlen=_DECISIONS)
         self._members: Set[str] | None = None  # at the last tick
         self._ticks, self._at_seconds, self._ticked = 0, 0.0, 0.0
+        self._load_low = False
 
     # --- devices ----------------------------------------------------------------------------
 
@@ -156,7 +160,13 @@ class Monitor:
             if thread.is_alive():
                 _log.warning("the health monitor's thread has not ended")
 
-    close = pause
+    def close(self) -> None:
+        """End, and leave what was learnt to later processes."""
+        self.pause()
+        with self._ticking:
+            if self._ticks >= _LEARNT_TICKS:
+                now = self._store.clock.monotonic()
+                self._memory.save(self.telemetry, self._well(), now, last=True)
 
     def after_fork(self) -> None:
         """In the child: nothing is known, no thread runs. Takes no lock, does no I/O."""
@@ -189,10 +199,15 @@ class Monitor:
         return found
 
     def _tick(self) -> tuple[Round, list[Decision]]:
-        clock = self._store.clock
+        clock, said = self._store.clock, list[Decision]()
         now, wall = clock.monotonic(), clock.wall_ms() / 1000
         self._forget_left()
         self._learn_traits()
+        self._memory.begin(self.telemetry, now)
+        for device in self._memory.pardoned():
+            self._detector.forgive(device)
+            self._writes.forgive(device)
+            said.extend(self._obey_operator(Command.READMIT, device, ""))
         tick = self.telemetry.tick(now)
         self._stalls.note(now)
         members = self._store.view.record.members
@@ -209,11 +224,12 @@ class Monitor:
         facts = self._facts({verdict.device for verdict in slow_writes})
         outcome = decide(self._policy, verdicts, facts, wall, self._config)
         self._policy = outcome.state
-        decisions = [*outcome.decisions, *self._obey(outcome.actions, wall)]
+        decisions = [*said, *outcome.decisions, *self._obey(outcome.actions, wall)]
         self._route()
         if tick.samples:
             self._store.routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE)
         self._probe_idle(now)
+        self._memory.save(self.telemetry, self._well(), now)
         self._decisions.extend(decisions)
         self._ticks, self._at_seconds, self._ticked = self._ticks + 1, wall, now
         found = Round(tick=tick, verdicts=tuple(verdicts), now_seconds=now, at_seconds=wall)
@@ -228,6 +244,15 @@ class Monitor:
             self._detector.forget(device)
             self._writes.forget(device)
         return returned
+
+    def _well(self) -> list[str]:
+        """Devices whose times are worth remembering: those that nothing speaks against."""
+        return [
+            member.device_id
+            for member in self._store.view.record.members
+            if self._policy.health(member.device_id).state is HealthState.ONLINE
+            and not self._detector.score(member.device_id)
+        ]
 
     def _in_state(self, *states: HealthState) -> list[str]:
         return [d for d, health in self._policy.devices.items() if health.state in states]
@@ -252,6 +277,7 @@ class Monitor:
             elif asked.done() and asked.exception() is None:
                 traits = asked.result()
                 self._detector.traits[device_id] = self._writes.traits[device_id] = traits
+                self.telemetry.classify(device_id, traits.media)
 
     def _keep(self, tick: Tick, verdicts: Iterable[DeviceVerdict]) -> None:
         """Remember what snapshots and the policy ask for."""
@@ -259,33 +285,34 @@ class Monitor:
         for device, mean in tick.means().items():
             self._latencies.setdefault(device, deque(maxlen=_LATENCIES)).append(mean)
         sitting = self._in_state(HealthState.SITOUT)
+        busy = [signs.busy_share for signs in tick.signs.values()]
+        self._load_low = bool(busy) and median(busy) < _LOW_BUSY_SHARE
         for device, signs in tick.signs.items():
             counts = self._counts.setdefault(device, Counter())
             counts["io_errors"] += signs.io_errors
             counts["checksum_errors"] += signs.checksum_errors
             if device not in sitting:
                 self._probes.pop(device, None)
-                self._probe_scores.pop(device, None)
+        self._probe_scores.keep_only(sitting)
         for device, sample in tick.samples.items():
             self._counts[device]["ios"] += sample.ios
             reads = sample.counts.get(Operation.READ, 0)
             if reads and device in sitting:
-                total, count = self._probe_scores.get(device, (0.0, 0))
                 score = sample.scores[Operation.READ]
-                self._probe_scores[device] = (total + reads * score, count + reads)
+                self._probe_scores.note(device, score, reads, tick.now_seconds)
 
     def _facts(self, slow_writers: set[str]) -> PoolFacts:
-        view = self._store.view
+        view, now = self._store.view, self._store.clock.monotonic()
         devices = {}
         for member in view.record.members:
             device = member.device_id
-            total, count = self._probe_scores.get(device, (0.0, 0))
             devices[device] = DeviceFacts(
                 present=device in view.devices,
                 domain=member.domain,
                 pool_state=member.state,
                 probes=self._probes[device],
-                probe_ratio=total / count if count else 1.0,
+                probe_ratio=self._probe_scores.ratio(device, now),
+                load_low=self._load_low,
                 writes_slow=device in slow_writers,
                 reconciled=True,  # it never left: each read is judged by its checksums
             )
@@ -323,34 +350,9 @@ class Monitor:
         routing.no_new = no_new_columns(self._policy)
 
     def _tell(self, decisions: list[Decision]) -> None:
-        """Log, count, and write into the node's history. What fails there is counted and told."""
-        if not decisions:
-            return
-        store = self._store
-        for decision in decisions:
-            device = store.view.devices.get(decision.device)
-            where = decision.device[:8] if device is None else device.url
-            store.metrics.count("health_decision_total")
-            if decision.was is decision.becomes:
-                _log.warning("device %s stays %s: %s", where, decision.was, decision.reason)
-            else:
-                _log.warning(
-                    "device %s: %s -> %s: %s",
-                    where,
-                    decision.was,
-                    decision.becomes,
-                    decision.reason,
-                )
-        path = history_path(store.settings, store.view.record.pool_id)
-        try:
-            private_directory(path.parent)
-        except ConfigError as error:
-            store.metrics.count("health_history_error_total")
-            _log.warning("health history %s cannot be made: %s", path, error)
-            return
-        history = History(path, store.metrics)  # opened for this alone: no fork finds it open
-        history.add_decisions(decisions)
-        history.close()
+        """Log, count, and write into the node's history. What fails there is counted and logged."""
+        if decisions:
+            write_down(self._store, decisions)
 
     # --- probes -----------------------------------------------------------------------------
 
@@ -382,7 +384,8 @@ class Monitor:
         store = self._store
         for device_id in self._in_state(HealthState.SITOUT):
             device = store.view.devices.get(device_id)
-            if device is None or now < self._next_probe.get(device_id, now) + _IDLE_PROBE_SECONDS:
+            wait = _LOW_PROBE_SECONDS if self._load_low else _IDLE_PROBE_SECONDS
+            if device is None or now < self._next_probe.get(device_id, now) + wait:
                 self._next_probe.setdefault(device_id, now)
                 continue
             if not self._probe(device_id):
@@ -451,17 +454,23 @@ class Monitor:
             if word is Command.READMIT:  # also of one that is no member yet: it is about to be
                 self._detector.forgive(device)
                 self._writes.forgive(device)
-            facts = self._facts(set())
-            if device not in facts.devices or device not in self._policy.devices:
-                return
-            wall = self._store.clock.wall_ms() / 1000
-            outcome = command(self._policy, word, device, facts, wall, self._config, reason=reason)
-            self._policy = outcome.state
-            mine = (ActionKind.FORGIVE, ActionKind.ACCEPT)
-            self._obey([a for a in outcome.actions if a.kind in mine], wall)
+                self._memory.pardon(device, self._store.clock)
+            decisions = self._obey_operator(word, device, reason)
             self._route()
-            self._decisions.extend(outcome.decisions)
-        self._tell(list(outcome.decisions))
+            self._decisions.extend(decisions)
+        self._tell(decisions)
+
+    def _obey_operator(self, word: Command, device: str, reason: str) -> list[Decision]:
+        """Do as an operator says, if the device is known. Under the lock."""
+        facts = self._facts(set())
+        if device not in facts.devices or device not in self._policy.devices:
+            return []
+        wall = self._store.clock.wall_ms() / 1000
+        outcome = command(self._policy, word, device, facts, wall, self._config, reason=reason)
+        self._policy = outcome.state
+        mine = (ActionKind.FORGIVE, ActionKind.ACCEPT)
+        self._obey([a for a in outcome.actions if a.kind in mine], wall)
+        return list(outcome.decisions)
 
 
 def _run(reference: weakref.ref[Monitor], stop: threading.Event) -> None:

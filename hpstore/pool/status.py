@@ -13,10 +13,11 @@ from hpstore.devices.opener import RELEASED_NOTE
 from hpstore.devices.reserve import reserve_bytes, shortage
 from hpstore.errors import DeviceError, DeviceReadOnly
 from hpstore.format.records import DeviceState, Member, shown_members
+from hpstore.health.decision_log import history_path
 from hpstore.health.decision_notes import verdicts_of_processes
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.history import History
-from hpstore.health.monitor import Monitor, history_path
+from hpstore.health.monitor import Monitor
 from hpstore.health.policy.states import Decision
 from hpstore.health.snapshot import DeviceSight
 from hpstore.maintenance.survey_condition import survey_condition

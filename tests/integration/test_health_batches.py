@@ -18,8 +18,8 @@ import pytest
 from hpstore.codec.galois import Bytes
 from hpstore.devices.io_uring import LATE, UNTRIED, RingBatch, read_batch
 from hpstore.health import monitor as monitor_module
+from hpstore.health.decision_log import history_path
 from hpstore.health.detect.io_recorder import IoOutcome, Operation
-from hpstore.health.monitor import history_path
 from hpstore.objects.read import metered_batch
 from hpstore.objects.read.batch_timing import BatchMeter
 from hpstore.objects.read.pooled_reader import PooledReader

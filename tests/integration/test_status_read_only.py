@@ -14,9 +14,9 @@ import hpstore
 from hpstore.cli.status_report import show_status
 from hpstore.config import private_directory
 from hpstore.devices.probe_reads import some_file, stopped_writing
+from hpstore.health.decision_log import history_path
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.history import History
-from hpstore.health.monitor import history_path
 from hpstore.health.policy.states import Decision, Role
 from hpstore.membership.agent_observations import STATUS_FILE
 from hpstore.pool.status import DeviceStatus

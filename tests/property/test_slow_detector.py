@@ -46,10 +46,11 @@ def test_fewer_than_five_devices_are_never_told_to_sit_out(given_ticks: Ticks) -
     assert states <= {HealthState.SUSPECT}
 
 
-@given(ticks(most=4))
-def test_without_peers_and_calibration_there_is_no_verdict(given_ticks: Ticks) -> None:
-    """30 ticks of a device's own come first, however its times jump."""
-    assert not any(run(given_ticks))
+@given(st.lists(seconds, max_size=40))
+def test_a_lone_device_of_which_nothing_is_known_is_not_judged_at_first(times: list[float]) -> None:
+    """Eight ticks within its limit come first, however its times jump."""
+    verdicts = run([{"d0": value} for value in times])
+    assert not any(verdicts[:8])
 
 
 @given(ticks(least=5), st.randoms(use_true_random=False))
@@ -103,17 +104,36 @@ def test_a_slow_device_among_five_or_more_is_found_within_six_ticks(
     assert {v.device for found in verdicts for v in found} == {"d1"}
 
 
-@given(seeds, st.integers(1, 4), st.floats(5.0, 50.0))
+@given(seeds, st.integers(1, 4), st.floats(5.0, 50.0), st.integers(0, 40))
 def test_a_slow_device_among_four_or_fewer_is_suspect_within_ten_ticks(
-    seed: int, count: int, factor: float
+    seed: int, count: int, factor: float, onset: int
 ) -> None:
-    """Compared with its own first minute, twice as strictly."""
-    given_ticks = pool_ticks(seed, count, 45)
-    for tick in given_ticks[35:]:
+    """By its peers, from the start, too; a lone one by its own first ticks."""
+    onset = max(onset, 12) if count == 1 else onset
+    given_ticks = pool_ticks(seed, count, onset + 10)
+    for tick in given_ticks[onset:]:
         tick["d0"] *= factor
     verdicts = run(given_ticks)
-    assert not any(verdicts[:35])
+    assert not any(verdicts[:onset])
     assert [(v.device, v.state) for v in verdicts[-1]] == [("d0", HealthState.SUSPECT)]
+
+
+@given(seeds, st.integers(5, 20), st.floats(5.0, 50.0), st.integers(0, 30), st.data())
+def test_slow_devices_below_half_are_all_found_and_no_other(
+    seed: int, count: int, factor: float, onset: int, data: st.DataObject
+) -> None:
+    """They hide neither each other nor themselves, from the start or later."""
+    most = (count - 1) * 2 // 5
+    slow = {
+        f"d{i}" for i in data.draw(st.sets(st.integers(0, count - 1), min_size=1, max_size=most))
+    }
+    given_ticks = pool_ticks(seed, count, onset + 8)
+    for tick in given_ticks[onset:]:
+        tick.update({device: tick[device] * factor for device in slow})
+    verdicts = run(given_ticks)
+    assert not any(verdicts[:onset])
+    assert {v.device for v in verdicts[-1]} == slow
+    assert {v.device for found in verdicts for v in found} == slow
 
 
 @given(seeds, st.integers(5, 9), st.floats(1.0, 100.0), st.integers(5, 15))

@@ -20,8 +20,8 @@ from hpstore.cli.status_watch import agent_view
 from hpstore.errors import ConfigError
 from hpstore.format.records import DeviceState, seal
 from hpstore.health import HealthState
+from hpstore.health.decision_log import history_path
 from hpstore.health.history import History
-from hpstore.health.monitor import history_path
 from hpstore.health.policy.operator_commands import Command
 from hpstore.health.policy.states import Decision, Role
 from hpstore.membership.agent_observations import read_status

@@ -16,15 +16,45 @@ S = HealthState
 AGENT = PolicyConfig(role=Role.AGENT)
 
 
-def test_a_suspect_is_let_go_after_a_minute_without_a_verdict() -> None:
-    """A verdict in between begins the minute anew."""
+def test_a_suspect_is_let_go_after_five_seconds_without_a_verdict() -> None:
+    """A verdict in between begins them again."""
     policy = Policy().round(suspect=["d0"])
     assert policy.states() == {"d0": S.SUSPECT}
     assert policy.decisions[0].reason == "d0 is suspect"
-    policy.round().round(after=50).round(suspect=["d0"]).round().round(after=59)
+    policy.round().round(after=3).round(suspect=["d0"]).round().round(after=4)
     assert policy.states() == {"d0": S.SUSPECT}
     assert policy.round(after=1).states() == {}
     assert policy.decisions[0].becomes is S.ONLINE
+
+
+def test_a_device_that_returns_to_suspicion_is_let_go_later_each_time() -> None:
+    """5, 10, 20 seconds, up to a minute: it does not flap."""
+    policy, waited = Policy(replace(PROCESS, changes_per_hour=99)), []
+    for _ in range(6):
+        policy.round(suspect=["d0"]).round(after=1)
+        quiet = 0
+        while policy.states():
+            policy.round(after=1)
+            quiet += 1
+        waited.append(quiet)
+    assert waited == [5, 10, 20, 40, 60, 60]
+
+
+@pytest.mark.parametrize(
+    ("low", "probes", "ratio", "goes"),
+    [(True, 8, 1.0, True), (True, 7, 1.0, False), (True, 8, 1.3, False), (False, 63, 1.0, False)],
+)
+def test_a_first_sit_out_ends_at_once_while_load_is_low(
+    low: bool, probes: int, ratio: float, goes: bool
+) -> None:
+    """Eight good probes are enough when a return that fails costs little; after a relapse, the time
+    must be over."""
+    policy = Policy().sit_out()
+    policy.fact("d0", probes=probes, probe_ratio=ratio, load_low=low)
+    assert (policy.round().states()["d0"] is S.PROBATION) == goes
+    if goes:
+        policy.round(suspect=["d0"])
+        assert policy.round().states() == {"d0": S.SITOUT}
 
 
 def test_a_suspect_that_gets_worse_sits_out_for_ten_minutes() -> None:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Protocol
 
 from hpstore.health import HealthState, SlowDetector, Traits
-from hpstore.health.detect.outlier_fence import fence_of
+from hpstore.health.detect.peer_group import quantile
 
 
 class DetectionRule(Protocol):
@@ -76,9 +76,11 @@ class Autosit:
 
     def tick(self, now_seconds: float, means: Mapping[str, float]) -> tuple[set[str], set[str]]:
         worst = max(means, key=lambda device: means[device])
-        fence = fence_of(sorted(means.values()), widths=50.0, floor=0.25)
-        if means[worst] > fence.limit:
-            gain = min(max((means[worst] - fence.limit) / fence.width, 1.0), 5.0)
+        ordered = sorted(means.values())
+        low, high = quantile(ordered, 0.25), quantile(ordered, 0.75)
+        limit = high + 50 * max(high - low, low / 4)
+        if means[worst] > limit:
+            gain = min(max((means[worst] - limit) / max(high - low, low / 8), 1.0), 5.0)
             self._score[worst] += gain
             self._points += gain
         while self._points >= len(means):

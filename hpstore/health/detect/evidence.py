@@ -34,6 +34,9 @@ class Signs:
     usual_seconds_p999: float = 0.0  # 0: not known
     io_errors: int = 0  # EIO and the like, of any operation
     checksum_errors: int = 0  # but for those that our own scrub or rebuild came upon
+    busy_share: float = 0.0  # of the time, with a call in flight; about
+    past_ratio: float = 0.0  # mean time to that of earlier processes; 0: not known
+    class_ratio: float = 0.0  # to the most that a device of its class takes; 0: not known
 
 
 class ErrorWindow:

@@ -10,13 +10,14 @@ thresholds in seconds keep their meaning.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.health.detect.evidence import Signs
+from hpstore.health.detect.device_standing import DeviceStanding
+from hpstore.health.detect.evidence import Media, Signs
 from hpstore.health.detect.histogram import (
     BUCKETS,
     FloatArray,
@@ -25,6 +26,7 @@ from hpstore.health.detect.histogram import (
     upper_edges,
 )
 from hpstore.health.detect.io_recorder import IoOutcome, IoRecorder, IoRows, Operation
+from hpstore.health.detect.learnt_times import LearntTimes
 from hpstore.units import KIB, MIB
 
 _JUDGED = (Operation.READ, Operation.WRITE, Operation.SYNC)
@@ -32,6 +34,7 @@ _SIZES = 16  # up to 4 KiB, 8, 16, ... 64 MiB and above
 _BANDS = 4  # 1, 2-4, 5-16, 17 and more in flight
 _BAND_EDGES = np.array([1.5, 4.5, 16.5])
 _SHAPE = (len(_JUDGED), _SIZES, _BANDS)
+CELLS = len(_JUDGED) * _SIZES * _BANDS
 _CELL_DEVICES = 3  # whose median one of them cannot move alone
 _CELL_IOS = 4.0
 _LARGE_BYTES = MIB
@@ -112,6 +115,7 @@ class _Device:
         self.before = {operation: LogHistogram() for operation in Operation}
         self.reads = np.zeros((2, _SIZES, BUCKETS))  # judged ones: recent, before
         self.pending = _Pending(0.0)
+        self.standing = DeviceStanding()
         self.dropped = 0
 
     def histogram(self, operation: Operation) -> LogHistogram:
@@ -151,6 +155,27 @@ class Telemetry:
         with self._lock:
             self._devices.pop(device, None)
 
+    def classify(self, device: str, media: Media) -> None:
+        """Say of what class a device is: what it may take at the most depends on that."""
+        with self._lock:
+            if device in self._devices:
+                self._devices[device].standing.media = media
+
+    def remember(self, learnt: LearntTimes) -> None:
+        """Take what devices took in earlier processes."""
+        with self._lock:
+            for name, device in self._devices.items():
+                device.standing.past = learnt.table(name, CELLS) if name in learnt.cells else None
+
+    def learnt(self, before: LearntTimes, devices: Collection[str]) -> LearntTimes:
+        """What is known of times, with what these devices took in this process. By the thread that
+        ticks."""
+        with self._lock:
+            known = {name: self._devices[name] for name in devices if name in self._devices}
+        for name, device in known.items():
+            before = before.learn(name, device.cell_ios.ravel(), device.cell_seconds.ravel())
+        return before
+
     def after_fork(self) -> None:
         """Forget calls and rows of the parent. Called in the child."""
         self._lock = threading.Lock()
@@ -182,6 +207,7 @@ class Telemetry:
         """Take what was recorded since the last tick, and judge it by what is usual."""
         with self._lock:
             devices = dict(self._devices)
+        elapsed = 0.0 if self._ticked is None else now_seconds - self._ticked
         self._age(devices.values(), now_seconds)
         drained = {name: device.recorder.drain() for name, device in devices.items()}
         for name, rows in drained.items():
@@ -197,11 +223,16 @@ class Telemetry:
             sample = self._sample(device, rows, now_seconds)
             if sample is not None:
                 samples[name] = sample
+            oldest = device.recorder.oldest_seconds(now_seconds)
+            _stand(device, rows, elapsed, oldest)
             signs[name] = Signs(
-                oldest_seconds=device.recorder.oldest_seconds(now_seconds),
+                oldest_seconds=oldest,
                 usual_seconds_p999=_usual(device),
                 io_errors=_ended(rows, IoOutcome.ERROR),
                 checksum_errors=_ended(rows, IoOutcome.CHECKSUM),
+                busy_share=device.standing.busy_share,
+                past_ratio=device.standing.past_ratio,
+                class_ratio=device.standing.class_ratio,
             )
         return Tick(
             now_seconds=now_seconds, reference_seconds=reference, samples=samples, signs=signs
@@ -273,6 +304,13 @@ def _judged(device: _Device, rows: IoRows) -> npt.NDArray[np.bool_]:
     if not device.judge_reads:
         judged &= rows.operation != Operation.READ
     return judged
+
+
+def _stand(device: _Device, rows: IoRows, elapsed: float, oldest: float) -> None:
+    """How the device stands to its class and its past."""
+    judged = _judged(device, rows)
+    flat = np.ravel_multi_index(_cells(rows, judged), _SHAPE)
+    device.standing.look(rows, judged, flat, elapsed, oldest)
 
 
 def _ended(rows: IoRows, outcome: IoOutcome) -> int:

@@ -69,6 +69,12 @@ def sitout_seconds(health: DeviceHealth, config: PolicyConfig) -> float:
     return min(config.sitout_seconds * 2.0 ** min(health.level, 30), config.sitout_most_seconds)
 
 
+def release_seconds(health: DeviceHealth, config: PolicyConfig) -> float:
+    """How long a suspect must be quiet: twice as long for every return of the last hour."""
+    returns = len(health.changes) // 2
+    return min(config.release_least_seconds * 2.0 ** min(returns, 30), config.release_seconds)
+
+
 def drain_reason(
     health: DeviceHealth, fact: DeviceFacts, now_seconds: float, config: PolicyConfig
 ) -> str:

@@ -16,6 +16,7 @@ from hpstore.health.policy.device_history import (
     drain_reason,
     entered,
     observed,
+    release_seconds,
     sitout_seconds,
 )
 from hpstore.health.policy.guards import (
@@ -340,7 +341,7 @@ class PolicyTurn:
         quiet = health.quiet_since_seconds
         if verdict is None:
             if health.ignored or (
-                quiet is not None and self.now - quiet >= self.config.release_seconds
+                quiet is not None and self.now - quiet >= release_seconds(health, self.config)
             ):
                 self._change(device, HealthState.ONLINE, "quiet again")
         elif verdict.state is HealthState.SITOUT:
@@ -358,8 +359,10 @@ class PolicyTurn:
         reason = drain_reason(health, fact, self.now, config)
         if reason and self._drain(device, reason):
             return
-        well = fact.probes >= config.probes_least and fact.probe_ratio < config.probe_ratio_most
-        if self.now >= health.until_seconds and well:
+        early = fact.load_low and not health.level  # a first one, when a mistake costs little
+        least = config.idle_probes_least if early else config.probes_least
+        well = fact.probes >= least and fact.probe_ratio < config.probe_ratio_most
+        if well and (early or self.now >= health.until_seconds):
             why = f"{fact.probes} probes took {fact.probe_ratio:.2f} x their peers' time"
             self._try_again(device, why)
 

@@ -211,6 +211,7 @@ class DeviceFacts:
     reported: str = ""  # why it should be drained, as another process says
     probes: int = 0  # reads of a device that sits out, since the sit-out began
     probe_ratio: float = 1.0  # their mean time to that of the peers
+    load_low: bool = False  # the pool is hardly used: a return that fails costs little
     writes_slow: bool = False
     forecast: ForecastOutlook = ForecastOutlook.NONE
     empty: bool = False  # drained: holds no column of any object
@@ -236,8 +237,12 @@ class PolicyConfig:
 
     role: Role = Role.PROCESS
     dry_run: bool = False
-    release_seconds: float = setting(
-        60.0, "without a verdict, until a suspect is online", advanced=True
+    release_least_seconds: float = setting(
+        5.0, "without a verdict, until a suspect is online; twice as long each time", advanced=True
+    )
+    release_seconds: float = setting(60.0, "that this is at the most", advanced=True)
+    idle_probes_least: int = setting(
+        8, "the same for a return from a first sit-out while load is low", advanced=True
     )
     sitout_seconds: float = setting(600.0, "of the first sit-out; ZFS's figure", advanced=True)
     sitout_most_seconds: float = setting(240 * 60.0, "of the longest sit-out", advanced=True)

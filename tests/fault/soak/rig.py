@@ -11,8 +11,8 @@ from pathlib import Path
 import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import HpstoreError
+from hpstore.health.decision_log import history_path
 from hpstore.health.history import History
-from hpstore.health.monitor import history_path
 from hpstore.loaders import verify_dataset
 from hpstore.pool.pool import Pool
 from hpstore.runtime.metrics import Metrics

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from hpstore.health.detect.outlier_fence import quantile
+from hpstore.health.detect.peer_group import quantile
 from hpstore.runtime.text_files import write_atomically
 from hpstore.units import format_bytes
 from tests.fault.suite.workload import Read
