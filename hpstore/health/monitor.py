@@ -52,7 +52,7 @@ from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 TICK_SECONDS = 1.0
-HEDGE_SHARE = 0.95  # a read later than so many of its peers' is late
+HEDGE_SHARE = 0.95  # a read later than so many of the faster peers' may be late
 _TIMED_SECONDS = 0.02  # between batches of reads that are timed
 _PROBE_SECONDS = 0.25  # between two probes of a device
 _IDLE_PROBE_SECONDS = 5.0  # without one by a reader, until the monitor probes
@@ -227,7 +227,8 @@ class Monitor:
         decisions = [*said, *outcome.decisions, *self._obey(outcome.actions, wall)]
         self._route()
         if tick.samples:
-            self._store.routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE)
+            fastest = max(1, len(members) - self._store.view.record.parity)
+            self._store.routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE, fastest)
         self._probe_idle(now)
         self._memory.save(self.telemetry, self._well(), now)
         self._decisions.extend(decisions)

@@ -7,12 +7,17 @@ monitor's thread and read by any other, without a lock.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 NOTHING_AVOIDED: Mapping[str, float] = {}
 HEDGE_COLUMNS = 2  # late columns of one window that others are read for
 _HEDGE_BURST_BYTES = 16 << 20  # budget to begin with, and what it grows to
+_LOST_MOST = 4  # overtaken reads of a device that are remembered
+_PATIENCE_MOST = 32.0  # times what is late for peers: a millisecond becomes a blink of an eye
+_PATIENCE_RISE, _PATIENCE_FALL = 1.3, 0.8  # by a spare in vain, by one that won
 
 
 class Meter(Protocol):
@@ -52,9 +57,11 @@ class Routing:
         self.probed: Callable[[str, bool], None] = lambda device, well: None  # it is over
         self.budget = HedgeBudget(hedge_ratio)
         self._turns: dict[str, itertools.count[int]] = {}
+        self._lost: dict[str, deque[Future[Any]]] = {}  # the last ones
 
     def after_fork(self) -> None:
         """In the child: nothing is avoided until its own monitor says so."""
+        self._lost = {}
         self.set_avoided(NOTHING_AVOIDED)
         self.no_new, self.deadlines = (), {}
 
@@ -84,7 +91,19 @@ class Routing:
     def patience_seconds(self, device: str, nbytes: int) -> float | None:
         """How long a read may take that peers would have done; None when that is not known."""
         row = self.deadlines.get(device)
-        return (row[self.size_class(nbytes)] or None) if row is not None else None
+        usual = row[self.size_class(nbytes)] if row is not None else 0.0
+        if not usual:
+            return None
+        return 0.0 if self.lags(device) else usual * self.budget.patience
+
+    def lost(self, device: str, read: Future[Any]) -> None:
+        """A spare has overtaken this read of a device: until it ends, others need not wait."""
+        self._lost.setdefault(device, deque(maxlen=_LOST_MOST)).append(read)
+
+    def lags(self, device: str) -> bool:
+        """Whether the device has not ended a read that a spare has overtaken."""
+        lost = self._lost.get(device)
+        return lost is not None and any(not read.done() for read in lost.copy())
 
 
 def _its_turn(number: int, share: float) -> bool:
@@ -93,10 +112,14 @@ def _its_turn(number: int, share: float) -> bool:
 
 
 class HedgeBudget:
-    """Bytes that may be read in vain: a share of all that are read. Races lose a little of it."""
+    """Bytes that may be read in vain: a share of all that are read. Races lose a little of it.
+
+    Spares that win are given back. Those that do not make reads wait longer before the next one, so
+    that the budget is there when a device freezes.
+    """
 
     def __init__(self, ratio: float) -> None:
-        self._ratio = ratio
+        self._ratio, self.patience = ratio, 1.0  # times what peers take
         self._left = float(_HEDGE_BURST_BYTES) if ratio else 0.0
 
     def earn(self, nbytes: int) -> None:
@@ -109,6 +132,15 @@ class HedgeBudget:
             return False
         self._left -= nbytes
         return True
+
+    def won(self, nbytes: int) -> None:
+        """A spare of so many bytes was first: it cost nothing, and the next one may come sooner."""
+        self._left = min(self._left + nbytes, float(_HEDGE_BURST_BYTES))
+        self.patience = max(1.0, self.patience * _PATIENCE_FALL)
+
+    def in_vain(self) -> None:
+        """A spare was not needed: what is late here is later than peers' times say."""
+        self.patience = min(_PATIENCE_MOST, self.patience * _PATIENCE_RISE)
 
 
 def well_placed(devices: Mapping[int, str], avoided: Iterable[str], need: int) -> frozenset[int]:

@@ -149,6 +149,20 @@ def test_a_spare_that_was_opened_serves_the_next_reads(tmp_path: Path) -> None:
         assert late.count("read_hedge_won_total") == 2
 
 
+def test_while_a_device_hangs_later_reads_do_not_wait_for_it(tmp_path: Path) -> None:
+    """A spare that won shows that it hangs; once it has answered, reads are patient again."""
+    with late_pool(tmp_path) as late:
+        late.hang(0)
+        assert within(LIMIT, late.read) == BODY
+        routing, device = late.pool._store.routing, late.held[0]
+        routing.deadlines = {device: (1e9,) * 16}
+        assert routing.lags(device)
+        assert within(LIMIT, late.read) == BODY
+        assert late.count("read_hedge_won_total") == 2
+        late.release()
+        poll(LIMIT, lambda: not routing.lags(device))
+
+
 def test_three_late_reads_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most two spares a window: what is later than that is not one device's fault."""
     monkeypatch.setattr(hedge, "_LOOK_SECONDS", 0.001)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from collections import Counter
 
 import pytest
@@ -143,3 +144,36 @@ def test_more_hangs_than_parity_replaces_accuse_the_host(hanging: int, excused: 
     assert (found["d0"].oldest_seconds == 0.0) is excused
     assert found["d5"].oldest_seconds in (0.0, 0.1)
     assert stalls.shared == excused
+
+
+def test_spares_that_win_are_free_and_come_sooner() -> None:
+    """Those in vain cost their bytes, and make reads wait longer before the next one."""
+    budget = HedgeBudget(0.05)
+    for _ in range(100):
+        assert budget.spend(MIB)
+        budget.won(MIB)
+    assert budget.patience == 1.0
+    for _ in range(16):
+        assert budget.spend(MIB)
+        budget.in_vain()
+    assert not budget.spend(MIB)
+    assert budget.patience == 32.0
+    budget.won(MIB)
+    assert budget.patience < 32.0
+    assert budget.spend(MIB)
+
+
+def test_reads_wait_as_long_as_spares_in_vain_have_shown() -> None:
+    """Not at all for a device that has not ended a read which a spare overtook."""
+    routing = Routing(0.05)
+    routing.deadlines = {"d0": (2e-3,), "d1": (2e-3,)}
+    assert routing.patience_seconds("d0", 4096) == 2e-3
+    routing.budget.in_vain()
+    assert routing.patience_seconds("d0", 4096) == pytest.approx(2.6e-3)
+    read: Future[None] = Future()
+    routing.lost("d0", read)
+    assert routing.patience_seconds("d0", 4096) == 0.0
+    assert routing.patience_seconds("d1", 4096) == pytest.approx(2.6e-3)
+    assert routing.patience_seconds("d2", 4096) is None
+    read.set_result(None)
+    assert routing.patience_seconds("d0", 4096) == pytest.approx(2.6e-3)

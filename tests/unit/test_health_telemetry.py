@@ -331,7 +331,7 @@ def test_a_row_of_many_counts_as_many() -> None:
     for device in DEVICES:
         counts = one.histogram(device, READ).counts
         assert np.array_equal(counts, many.histogram(device, READ).counts)
-    assert one.deadlines(0.95) == many.deadlines(0.95)
+    assert one.deadlines(0.95, 3) == many.deadlines(0.95, 3)
 
 
 def test_deadlines_are_those_of_the_others_by_size() -> None:
@@ -344,10 +344,11 @@ def test_deadlines_are_those_of_the_others_by_size() -> None:
         telemetry.recorder(device).record(READ, 64 * KIB, 1, seconds)
         telemetry.recorder(device).record(WRITE, 4 * MIB, 1, seconds, count=99)
     telemetry.tick(1.0)
-    found = telemetry.deadlines(0.9)
+    found = telemetry.deadlines(0.9, len(DEVICES))
     large = size_class(4 * MIB)
     assert 1e-3 <= found["d0"][large] <= 1e-3 * 2**0.25
-    assert telemetry.deadlines(0.95)["d1"][large] >= 0.5
+    assert telemetry.deadlines(0.95, len(DEVICES))["d1"][large] >= 0.5
+    assert telemetry.deadlines(0.95, len(DEVICES) - 2)["d1"][large] < 2e-3
     assert all(row[size] == 0 for row in found.values() for size in range(16) if size != large)
 
 
@@ -357,7 +358,7 @@ def test_reads_of_a_page_cache_set_no_deadline() -> None:
         recorder = telemetry.recorder(device, judge_reads=False)
         recorder.record(READ, 4 * MIB, 1, 1e-6, count=100)
     telemetry.tick(1.0)
-    assert not any(map(any, telemetry.deadlines(0.95).values()))
+    assert not any(map(any, telemetry.deadlines(0.95, 3).values()))
 
 
 @given(st.integers(1, 1 << 27))

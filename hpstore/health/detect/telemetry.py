@@ -188,20 +188,15 @@ class Telemetry:
             found = self._devices.get(device)
         return LogHistogram() if found is None else found.histogram(operation)
 
-    def deadlines(self, share: float) -> dict[str, tuple[float, ...]]:
-        """By device and `size_class`: seconds in which `share` of the *other* devices' reads of
-        that size are done; 0 where those were too few to tell."""
+    def deadlines(self, share: float, fastest: int) -> dict[str, tuple[float, ...]]:
+        """By device and `size_class`: seconds in which `share` of the reads of that size are done
+        by the `fastest` of the *other* devices; 0 where those were too few to show it."""
         with self._lock:
             devices = dict(self._devices)
         if not devices:
             return {}
         own = np.stack([device.reads.sum(0) for device in devices.values()])
-        peers = own.sum(0) - own  # (device, size, bucket)
-        totals = peers.sum(2)
-        reached = np.cumsum(peers, 2) >= np.maximum(share * totals, 1.0)[..., None]
-        edges = upper_edges(reached.argmax(2))
-        table = np.where(totals >= _PEER_IOS, edges, 0.0).tolist()
-        return {name: tuple(row) for name, row in zip(devices, table, strict=True)}
+        return dict(zip(devices, _deadlines(own, share, fastest), strict=True))
 
     def tick(self, now_seconds: float) -> Tick:
         """Take what was recorded since the last tick, and judge it by what is usual."""
@@ -304,6 +299,22 @@ def _judged(device: _Device, rows: IoRows) -> npt.NDArray[np.bool_]:
     if not device.judge_reads:
         judged &= rows.operation != Operation.READ
     return judged
+
+
+def _deadlines(own: FloatArray, share: float, fastest: int) -> list[tuple[float, ...]]:
+    """Of counts by (device, size, bucket): devices that are slow set no deadline for the others."""
+    ios = own.sum(2)
+    mean = (own * np.arange(BUCKETS)).sum(2) / np.maximum(ios, 1e-9)
+    order = np.argsort(np.where(ios > 0, mean, np.inf), 0, kind="stable")  # (place, size)
+    place = np.argsort(order, 0)
+    summed = np.cumsum(np.take_along_axis(own, order[..., None], 0), 0)
+    last = len(own) - 1
+    some, more = summed[min(fastest - 1, last)], summed[min(fastest, last)]
+    peers = np.where((place < fastest)[..., None], more - own, some)
+    totals = peers.sum(2)
+    reached = np.cumsum(peers, 2) >= np.maximum(share * totals, 1.0)[..., None]
+    table = np.where(totals >= _PEER_IOS, upper_edges(reached.argmax(2)), 0.0)
+    return [tuple(row) for row in table.tolist()]
 
 
 def _stand(device: _Device, rows: IoRows, elapsed: float, oldest: float) -> None:

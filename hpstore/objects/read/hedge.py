@@ -77,6 +77,7 @@ class _Race:
         self._store = reader.store
         self._spare: WindowReads | None = None
         self._tries = {"hedged", "rerouted"}  # each once
+        self._spent = 0  # bytes of the budget
 
     def run(self, deadline_seconds: float) -> WindowReads:
         """Wait for either, so long at most since the flight began to be waited for."""
@@ -87,7 +88,7 @@ class _Race:
                 break
             if self._spare is not None and not self._spare.late():
                 if self._landed(self._spare):
-                    self._store.metrics.count("read_hedge_won_total")
+                    self._won(late)
                     spare, self._spare = self._spare, None
                     return spare
                 self.stop()
@@ -101,7 +102,21 @@ class _Race:
         """The spare flight is not needed."""
         spare, self._spare = self._spare, None
         if spare is not None:
+            if self._spent:
+                self._store.routing.budget.in_vain()
+            self._spent = 0
             spare.abandon()
+
+    def _won(self, late: list[int]) -> None:
+        """The spare flight was first: later reads of these devices need not wait as long."""
+        routing = self._store.routing
+        self._store.metrics.count("read_hedge_won_total")
+        if self._spent:
+            routing.budget.won(self._spent)
+        for column in late:
+            held = self._reader.columns.get(column)
+            if held is not None:
+                routing.lost(held.device_id, self._flight.futures[column])
 
     def _due(self, late: list[int]) -> str:
         """What to try now; "" for nothing yet."""
@@ -138,6 +153,7 @@ class _Race:
         lease = store.scratch(memory, "read_hedge", keep=False)
         if lease is None:
             return None
+        self._spent = nbytes if kind == "hedged" else 0
         store.metrics.count(f"read_{kind}_total")
         spare, submit = WindowReads(plan, lease, self._flight), store.scheduler.submit
         for column, (low, _) in plan.reads.items():
