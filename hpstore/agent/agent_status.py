@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from hpstore.agent.saved_state import AgentState
 from hpstore.agent.smart_watch import DiskSight, worst
 from hpstore.config import private_directory
 from hpstore.format.records import Member, shown_members
+from hpstore.health.detect.device_track import SlowEvidence
 from hpstore.health.policy.states import EXPECTED, Decision
 from hpstore.maintenance.survey_condition import Condition
 from hpstore.membership.agent_observations import STATUS_FILE
@@ -52,6 +53,7 @@ class DeviceView:
     read_seconds_p50: float  # of this process; 0 when there were none
     read_seconds_p99: float
     disks: tuple[DiskSight, ...]
+    evidence: SlowEvidence = field(default_factory=SlowEvidence)  # of this process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +194,7 @@ def _device(agent: Looking, member: Member, told: Decision | None) -> DeviceView
         read_seconds_p50=0.0 if watched is None else watched.read_seconds_p50,
         read_seconds_p99=0.0 if watched is None else watched.read_seconds_p99,
         disks=tuple(agent.eyes.disks.get(device, ())),
+        evidence=SlowEvidence() if watched is None else watched.evidence,
     )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from hpstore.health.detect.device_track import SlowEvidence
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 from hpstore.health.monitor import Monitor
 from hpstore.health.snapshot import Round
@@ -20,6 +21,7 @@ class WatchedDevice:
     latency_seconds: tuple[float, ...]  # means of the last ticks, normalised, oldest first
     read_seconds_p50: float  # 0 when there were no reads
     read_seconds_p99: float
+    evidence: SlowEvidence = field(default_factory=SlowEvidence)
 
 
 class HealthWatch(Protocol):
@@ -64,6 +66,7 @@ class MonitorWatch:
                 latency_seconds=sight.latency_seconds,
                 read_seconds_p50=sight.read_seconds_p50,
                 read_seconds_p99=sight.read_seconds_p99,
+                evidence=sight.evidence,
             )
             for device, sight in self._monitor.snapshot().devices.items()
         }

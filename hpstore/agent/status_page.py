@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from hpstore.agent.agent_status import LOOKING_AGAIN, AgentStatus, DeviceView
+from hpstore.agent.verdict_page import HEAD, NOTE, STYLE, verdict_rows
 from hpstore.units import format_bytes, format_seconds
 
 _WIDTH, _HEIGHT = 120, 22
@@ -40,12 +41,15 @@ def render(status: AgentStatus, *, refresh_seconds: int = 5) -> str:
         "<!doctype html><html lang=en><head><meta charset=utf-8>",
         f"<meta http-equiv=refresh content={refresh_seconds:d}>",
         "<meta name=viewport content='width=device-width'>",
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head><body>",
         f"<h1>Pool {escape(title)}{' (dry run)' if status.dry_run else ''}</h1>",
         f"<p>{_summary(status)}</p>",
         *(f"<div class=warn>{escape(text)}</div>" for text in status.warnings),
         "<h2>Devices</h2>",
         _devices(status),
+        "<h2>Verdicts</h2>",
+        NOTE,
+        _table(HEAD, verdict_rows(status.devices)),
         "<h2>Work</h2>",
         _work(status),
         "<h2>Degraded objects</h2>",

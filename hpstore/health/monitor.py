@@ -14,7 +14,7 @@ import logging
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -163,10 +163,9 @@ class Monitor:
     def close(self) -> None:
         """End, and leave what was learnt to later processes."""
         self.pause()
-        with self._ticking:
-            if self._ticks >= _LEARNT_TICKS:
-                now = self._store.clock.monotonic()
-                self._memory.save(self.telemetry, self._well(), now, last=True)
+        if self._ticks >= _LEARNT_TICKS:
+            now = self._store.clock.monotonic()
+            self._memory.save(self.telemetry, self._well(), now, last=True)
 
     def after_fork(self) -> None:
         """In the child: nothing is known, no thread runs. Takes no lock, does no I/O."""
@@ -190,21 +189,24 @@ class Monitor:
 
     def tick_now(self) -> Round:
         """One round: judge, decide, route, tell. Waits for no device."""
+        self._memory.begin(self.telemetry, self._store.clock.monotonic())
+        pardoned = self._memory.pardoned()  # files are read and written without the lock
         with self._ticking:
-            found, decisions = self._tick()
+            found, decisions = self._tick(pardoned)
+            well = self._well()
         self._store.metrics.count("health_tick_total")
+        self._memory.save(self.telemetry, well, found.now_seconds)
         self._tell(decisions)
         for callback in list(self._listeners):
             callback(found)
         return found
 
-    def _tick(self) -> tuple[Round, list[Decision]]:
+    def _tick(self, pardoned: Sequence[str]) -> tuple[Round, list[Decision]]:
         clock, said = self._store.clock, list[Decision]()
         now, wall = clock.monotonic(), clock.wall_ms() / 1000
         self._forget_left()
         self._learn_traits()
-        self._memory.begin(self.telemetry, now)
-        for device in self._memory.pardoned():
+        for device in pardoned:
             self._detector.forgive(device)
             self._writes.forgive(device)
             said.extend(self._obey_operator(Command.READMIT, device, ""))
@@ -230,7 +232,6 @@ class Monitor:
             fastest = max(1, len(members) - self._store.view.record.parity)
             self._store.routing.deadlines = self.telemetry.deadlines(HEDGE_SHARE, fastest)
         self._probe_idle(now)
-        self._memory.save(self.telemetry, self._well(), now)
         self._decisions.extend(decisions)
         self._ticks, self._at_seconds, self._ticked = self._ticks + 1, wall, now
         found = Round(tick=tick, verdicts=tuple(verdicts), now_seconds=now, at_seconds=wall)
@@ -435,13 +436,16 @@ class Monitor:
             write_seconds_p99=self.telemetry.histogram(device, Operation.WRITE).quantile(0.99),
             sync_seconds_p99=self.telemetry.histogram(device, Operation.SYNC).quantile(0.99),
             latency_seconds=tuple(self._latencies.get(device, ())),
+            evidence=self._detector.evidence(device),
         )
 
-    def forgive(self, device: str, reason: str = "") -> None:
+    def forgive(self, device: str, reason: str = "", *, everywhere: bool = False) -> None:
         """A device is taken back, by an operator or for a reason that is given: it starts anew.
 
-        Nothing for one that is not known.
+        Nothing for one that is not known. `everywhere`: by other processes of this node, too.
         """
+        if everywhere and self.enabled:
+            self._memory.pardon(device, self._store.clock)
         self._say(Command.READMIT, device, reason)
 
     def accept(self, device: str) -> None:
@@ -455,7 +459,6 @@ class Monitor:
             if word is Command.READMIT:  # also of one that is no member yet: it is about to be
                 self._detector.forgive(device)
                 self._writes.forgive(device)
-                self._memory.pardon(device, self._store.clock)
             decisions = self._obey_operator(word, device, reason)
             self._route()
             self._decisions.extend(decisions)

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class ProcessMemory:
-    """Of one pool and process. Not thread-safe: the monitor's lock guards it."""
+    """Of one pool and process. Called by the thread that ticks, but for `pardon`."""
 
     def __init__(self, directory: Path, metrics: Metrics) -> None:
         self._directory, self._metrics = directory, metrics

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
+from hpstore.health.detect.device_track import SlowEvidence
 from hpstore.health.detect.telemetry import Tick
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 from hpstore.health.policy.states import Decision
@@ -29,6 +30,7 @@ class DeviceSight:
     write_seconds_p99: float
     sync_seconds_p99: float
     latency_seconds: tuple[float, ...]  # normalised means of the last ticks, oldest first
+    evidence: SlowEvidence = field(default_factory=SlowEvidence)  # for the verdict, or against one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

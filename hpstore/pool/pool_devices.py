@@ -224,7 +224,7 @@ class PoolDevices:
         with self._session.change():
             member = self._session.member(device, returning=True)
             self._session.sit_out_no_more(member.device_id)
-            self._session.health.forgive(member.device_id, reason)
+            self._session.health.forgive(member.device_id, reason, everywhere=True)
             if not member.left and member.device_id not in self.places:
                 self._end_release(member)
             if member.state is DeviceState.ONLINE:

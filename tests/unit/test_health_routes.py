@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from collections import Counter
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given

@@ -167,7 +167,7 @@ class PeerGroup:
             smooth_ratio=math.exp(min(lately, 50.0)),
             peers_low_seconds=peers[0],
             peers_seconds=one.reference_seconds,
-            peers_high_seconds=quantile(peers, 0.9),
+            peers_high_seconds=_without(peers, value, 0.75),
             limit_seconds=one.reference_seconds * math.exp(one.limit + max(track.offset, 0.0)),
             compared_with=one.whom,
         )
