@@ -30,7 +30,9 @@ health = typer.Typer(
     help="Forecast disk failures; overrule what the agent makes of a device.",
 )
 
-Files = Annotated[list[Path], typer.Argument(help="drive-stats files: .csv, .csv.xz, .gz, .zip")]
+Files = Annotated[
+    list[Path], typer.Argument(help="drive-stats files or folders: .csv, .csv.xz, .gz, .zip")
+]
 Family = Annotated[
     str | None, typer.Option(help="drive model of the files, for those without a model column")
 ]

@@ -3,6 +3,9 @@
 Two passes: one learns which drives there are and which of them fail, the other keeps the rows of
 those that are wanted. Failed drives are always kept; of the healthy ones as many as fit, chosen by
 a hash of their serial numbers, so that FDR and FAR stay what they are.
+
+The limit is `memory_bytes` for rows, and as much again for what is known of drives, DRIVE_BYTES
+each: files that name more drives than that are refused.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from hpstore.errors import ForecastError
-from hpstore.health.forecast.drive_stats import BadRows, BytesDone, read_rows
+from hpstore.health.forecast.drive_stats import BadRows, BytesDone, read_rows, tables_in
 from hpstore.health.smart.counters import COUNTERS, INDEX, SPEC_FLAG
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 ROW_BYTES = 4 + 8 * len(COUNTERS)
+DRIVE_BYTES = 1200  # two names of up to 256 characters, facts, place in tables, empty rows
 _SORTING = 3  # a drive's rows are copied when they are put in order
 _UNIT = float(1 << 64)
 
@@ -77,14 +81,24 @@ def survey(
     *,
     bad: BadRows,
     family: str | None = None,
+    drives_most: int | None = None,
     progress: BytesDone | None = None,
 ) -> dict[str, DriveFacts]:
-    """First pass: drives by serial number; some 300 bytes of memory each. Raises ForecastError."""
+    """First pass: drives by serial number; at most DRIVE_BYTES of memory each.
+
+    Raises ForecastError, also where the files name more than `drives_most` drives.
+    """
     found: dict[str, DriveFacts] = {}
     for path in paths:
         for row in read_rows(path, bad=bad, family=family, progress=progress):
             facts = found.get(row.serial)
             if facts is None:
+                if drives_most is not None and len(found) >= drives_most:
+                    raise ForecastError(
+                        f"{os.fspath(path)} names more than {drives_most} drives, which is what "
+                        "fits into the memory allowed: allow more, or give fewer files. Nothing "
+                        "was written"
+                    )
                 facts = found[row.serial] = DriveFacts(
                     family=row.family, first=row.day, last=row.day
                 )
@@ -195,12 +209,20 @@ def load_histories(
     empty_ok: bool = False,
     progress: BytesDone | None = None,
 ) -> Gathered:
-    """Both passes.
+    """Both passes, over files and folders of files.
 
-    `progress` gets bytes of the stored files, in all twice their size. Raises ForecastError, also
-    when there is no drive in them, unless `empty_ok`.
+    Memory: `memory_bytes` for rows, and as much again at most for drives. `progress` gets bytes of
+    the stored files, in all twice their size. Raises ForecastError, also when there is no drive in
+    them, unless `empty_ok`.
     """
-    drives = survey(paths, bad=bad, family=family, progress=progress)
+    paths = tables_in(paths)
+    drives = survey(
+        paths,
+        bad=bad,
+        family=family,
+        drives_most=max(1, memory_bytes // DRIVE_BYTES),
+        progress=progress,
+    )
     if not drives and not empty_ok:
         raise ForecastError(f"no drive in {', '.join(str(path) for path in paths)}")
     wanted, share = choose(drives, memory_bytes=memory_bytes, salt=salt)
@@ -210,7 +232,7 @@ def load_histories(
 def stored_bytes(paths: Sequence[str | os.PathLike[str]]) -> int:
     """Bytes of the files. Raises ForecastError when one is not there."""
     try:
-        return sum(os.stat(path).st_size for path in paths)
+        return sum(os.stat(path).st_size for path in tables_in(paths))
     except OSError as error:
         raise ForecastError(f"cannot read {error.filename}: {error.strerror}") from error
 

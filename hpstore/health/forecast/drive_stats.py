@@ -1,8 +1,9 @@
 """Drive-stats files: one row a drive and day, as Backblaze publishes them, read as a stream.
 
 Columns: date, serial_number, failure (1 on the last day of a drive that failed), smart_N_raw; model
-and smart_N_normalized where present. Files are plain, .xz, .gz or .zip (every .csv in it). Nothing
-of a file is kept here but the row in hand.
+and smart_N_normalized where present; columns may come and go from file to file. Files are plain,
+.xz, .gz or .zip (every .csv in it), or folders of these. Nothing of a file is kept here but the row
+in hand, and some names of days and models.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ REQUIRED_COLUMNS = ("date", "serial_number", "failure")
 _MAX_LINE = 1 << 20
 _MAX_TEXT = 256  # of a serial number or model
 _NAMED_ROWS = 20
+_NAMES_KEPT = 4096  # of days and of models: more are read as well, but slower
+_MEMBERS_MOST = 10_000  # .csv files in a .zip: a quarter has 92
+_PACKED = (".csv", ".csv.xz", ".csv.gz", ".zip")
 _PROGRESS_ROWS = 4096
 _CUT_SHORT = (
     RuntimeError,
@@ -124,6 +128,11 @@ def read_rows(
                         meter.tell()
                     yield row
             meter.tell()
+    except NotImplementedError as error:  # of zipfile
+        raise ForecastError(
+            f"{name} is packed in a way that cannot be read here ({error}): nothing was written; "
+            "unpack it and give its folder"
+        ) from error
     except _CUT_SHORT as error:
         raise ForecastError(
             f"{name} is damaged or cut short after {seen} rows ({error}): nothing was written; "
@@ -131,6 +140,27 @@ def read_rows(
         ) from error
     except OSError as error:
         raise ForecastError(f"cannot read {name}: {error.strerror or error}") from error
+
+
+def tables_in(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """The files among `paths`, and those with drive stats in the folders among them, by name.
+
+    Raises ForecastError where a folder has none, or cannot be listed.
+    """
+    found: list[str] = []
+    for given in paths:
+        path = os.fspath(given)
+        if not os.path.isdir(path):
+            found.append(path)
+            continue
+        try:
+            names = sorted(name for name in os.listdir(path) if name.lower().endswith(_PACKED))
+        except OSError as error:
+            raise ForecastError(f"cannot list {path}: {error.strerror or error}") from error
+        if not names:
+            raise ForecastError(f"{path} holds none of {', '.join('*' + kind for kind in _PACKED)}")
+        found += [os.path.join(path, name) for name in names]
+    return found
 
 
 class _Meter:
@@ -157,8 +187,11 @@ def _texts(name: str, raw: BinaryIO) -> Iterator[tuple[str, io.TextIOBase]]:
                 for m in archive.namelist()
                 if m.lower().endswith(".csv") and not m.startswith("__MACOSX")
             )
-            if not members:
-                raise ForecastError(f"{name} holds no .csv file")
+            if not 0 < len(members) <= _MEMBERS_MOST:
+                raise ForecastError(
+                    f"{name} holds {len(members) or 'no'} .csv files: a quarter of drive stats has "
+                    f"one a day, and {_MEMBERS_MOST} are read at most. Nothing was written"
+                )
             for member in members:
                 with archive.open(member) as inner:
                     yield f"{name}:{member}", _text(inner)
@@ -188,8 +221,8 @@ def _parse(name: str, text: io.TextIOBase, bad: BadRows, family: str | None) -> 
         layout = _layout(name, next(reader, []))
     except csv.Error as error:
         raise ForecastError(f"{name} is not a table: {error}") from error
-    days: dict[str, int] = {}  # as many entries as dates in the file
-    families: dict[str, str] = {}  # as many as models
+    days: dict[str, int] = {}  # both at most _NAMES_KEPT
+    families: dict[str, str] = {}
     while True:
         try:
             cells = next(reader, None)
@@ -240,6 +273,8 @@ def _row(
     text = cells[layout.date]
     day = days.get(text)
     if day is None:
+        if len(days) >= _NAMES_KEPT:
+            days.clear()
         try:
             day = days[text] = date.fromisoformat(text.strip()).toordinal()
         except ValueError as error:
@@ -258,6 +293,8 @@ def _family(cells: list[str], layout: _Layout, families: dict[str, str]) -> str:
     model = cells[layout.model][:_MAX_TEXT]
     found = families.get(model)
     if found is None:
+        if len(families) >= _NAMES_KEPT:
+            families.clear()
         found = families[model] = family_of(model)
     return found
 
