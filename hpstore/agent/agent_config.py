@@ -27,7 +27,7 @@ class AgentConfig:
     )
     smart_hours: float = setting(6.0, "between two reads of the disks' own counters; 0: none")
     forecast_model: str = setting(
-        "", "path of a trained model (JSON); by default the rule score alone"
+        "", "path of a trained model (JSON); by default the sum of error counters alone"
     )
     tick_seconds: float = setting(5.0, "between two rounds", advanced=True)
     probe_seconds: float = setting(

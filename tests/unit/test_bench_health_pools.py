@@ -27,6 +27,7 @@ from hpstore.benchmarks.health.health_rig import (
 from hpstore.benchmarks.health.health_slow import seconds_until, spoken, take
 from hpstore.errors import ConfigError
 from hpstore.health.forecast.alarm_scores import AlarmOutcome, Interval
+from hpstore.health.forecast.calibration import Reliability
 from hpstore.health.forecast.evaluate_model import ForecastEvaluation, ScoreResult
 from hpstore.testing import ManualClock
 from hpstore.testing.scratch import loops
@@ -162,7 +163,7 @@ def test_bandwidth_is_held_against_what_was_allowed() -> None:
     assert _verdicts([]) == {"skipped": "not asked for"}
 
 
-def evaluation(**fdr: float) -> ForecastEvaluation:
+def evaluation(judged_by: str, predicted: float, **fdr: float) -> ForecastEvaluation:
     def outcome(value: float) -> AlarmOutcome:
         interval = Interval(low=0.0, high=1.0)
         return AlarmOutcome(
@@ -178,8 +179,13 @@ def evaluation(**fdr: float) -> ForecastEvaluation:
             failed=10,
             detected=5,
             earlier=0,
+            earlier_hits=0,
             healthy=100,
             false_alarms=1,
+            fdr_strict=value,
+            fdr_strict_interval=interval,
+            false_alarms_strict=1,
+            precision_strict=None,
         )
 
     scores = {
@@ -188,6 +194,10 @@ def evaluation(**fdr: float) -> ForecastEvaluation:
             fitted=outcome(value),
             over_sum=value - fdr["sum"],
             over_sum_interval=Interval(low=-0.1, high=0.1),
+            over_sum_fitted=value - fdr["sum"],
+            over_sum_fitted_interval=Interval(low=-0.1, high=0.1),
+            far_over_sum_fitted=0.0,
+            far_over_sum_fitted_interval=Interval(low=-0.1, high=0.1),
         )
         for name, value in fdr.items()
     }
@@ -203,28 +213,38 @@ def evaluation(**fdr: float) -> ForecastEvaluation:
         not_looked_at=0,
         refused={},
         scores=scores,
+        judged_by=judged_by,
         flags=outcome(0.0),
+        families={},
+        reliability=Reliability(bins=(), predicted_days=predicted, observed_days=100),
         healthy_share=1.0,
         seed=0,
     )
 
 
 @pytest.mark.parametrize(
-    ("model", "rule", "met"),
+    ("judged_by", "model", "met"),
     [
-        (0.46, 0.44, (True, True)),
-        (0.44, 0.44, (False, True)),
-        (0.46, 0.43, (True, False)),
-        (0.9, 0.9, (False, False)),
+        ("sum", 0.9, True),
+        ("model", 0.46, True),
+        ("model", 0.43, False),
+        ("model", 0.9, False),
     ],
 )
-def test_forecasts_are_above_the_sum_and_no_leak(
-    model: float, rule: float, met: tuple[bool, bool]
+def test_what_alarms_come_from_finds_no_less_than_the_sum(
+    judged_by: str, model: float, met: bool
 ) -> None:
-    """The model must be above it, the rule not below; 0.9 is too good to be true."""
-    rows = forecast_verdicts(evaluation(model=model, rule=rule, sum=0.44))
-    assert (rows["model"]["met"], rows["rule"]["met"]) == met
-    assert "met" not in rows["sum"]
+    """What is not used has no bar; 0.9 is too good to be true."""
+    rows = forecast_verdicts(evaluation(judged_by, 100.0, model=model, rule=0.44, sum=0.44))
+    assert [name for name in ("model", "rule", "sum") if "met" in rows[name]] == [judged_by]
+    assert rows[judged_by]["met"] is met
+
+
+@pytest.mark.parametrize(("predicted", "met"), [(100.0, True), (210.0, False), (40.0, False)])
+def test_probabilities_that_are_twice_off_miss_their_bar(predicted: float, met: bool) -> None:
+    """In either direction."""
+    rows = forecast_verdicts(evaluation("sum", predicted, model=0.4, rule=0.4, sum=0.4))
+    assert rows["probabilities"]["met"] is met
 
 
 def test_without_files_no_forecast_is_made() -> None:

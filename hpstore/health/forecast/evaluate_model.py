@@ -146,11 +146,7 @@ def evaluate(
     tested, early, unseen = _with_outcome(judged, since, until, horizon)
     margins, plain, chances = _judge(model, tested, far)
     failed, healthy = len(plain[SUM].failed), len(plain[SUM].healthy)
-    if not failed or not healthy:
-        raise ForecastError(
-            f"after {model.card.known_until} there are {failed} failed and {healthy} healthy "
-            f"drives whose outcome {horizon} days on is known: too few to evaluate on"
-        )
+    _require_both(failed, healthy, model.card.known_until, horizon)
     rng = np.random.default_rng(seed)
     share = healthy_share * gathered.healthy_share
     return ForecastEvaluation(
@@ -183,6 +179,14 @@ def evaluate(
         healthy_share=share,
         seed=seed,
     )
+
+
+def _require_both(failed: int, healthy: int, known_until: str, horizon: int) -> None:
+    if not failed or not healthy:
+        raise ForecastError(
+            f"after {known_until} there are {failed} failed and {healthy} healthy "
+            f"drives whose outcome {horizon} days on is known: too few to evaluate on"
+        )
 
 
 def _no_sign(drive: FailedDrive) -> bool:

@@ -23,7 +23,7 @@ from hpstore.health.forecast.forecast_model import MODEL, RULE, SUM, FoldModel, 
 from hpstore.health.forecast.labels import day_text, fold_of, inner_fold_of, labels, thinned
 from hpstore.health.forecast.model_card import FamilyFacts, ModelCard
 from hpstore.health.forecast.rules import plain_sum, rule_scores
-from hpstore.health.forecast.score_choice import choose_score
+from hpstore.health.forecast.score_choice import ScoreChoice, choose_score
 from hpstore.health.forecast.trees import booster_from_sklearn, gains
 from hpstore.health.smart.counters import INDEX
 
@@ -117,13 +117,18 @@ def train(
             healthy_share=gathered.healthy_share,
             seed=chosen.seed,
         )
+    return _with_choice(made, choice)
+
+
+def _with_choice(model: ForecastModel, choice: ScoreChoice) -> ForecastModel:
+    """The model, judging by the score that was chosen, with the probabilities of all scores."""
     return replace(
-        made,
-        card=replace(made.card, choice=choice.as_dict()),
+        model,
+        card=replace(model.card, choice=choice.as_dict()),
         judged_by=choice.judged_by,
         parts=tuple(
             replace(part, calibrations=found)
-            for part, found in zip(parts, choice.calibrations, strict=True)
+            for part, found in zip(model.parts, choice.calibrations, strict=True)
         ),
     )
 
