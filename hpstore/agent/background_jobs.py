@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 
 from hpstore.agent.background_rate import SharedPace
+from hpstore.agent.rebuild_speeds import note_rebuild
 from hpstore.errors import HpstoreError, MembershipError
 from hpstore.format.records import DeviceState, Member
 from hpstore.maintenance.rebalance import RebalanceReport
@@ -318,6 +319,7 @@ class Jobs:
         report = self._admin.rebuild(
             progress=self._step, include_missing=job.include_missing, pace=pace, gives_way=True
         )
+        self._note_speed(report)
         if report.columns_written or report.unreadable or report.failed or report.stuck:
             self.note(
                 f"rebuild{' (interrupted)' if report.stopped else ''}: {report.rebuilt} objects "
@@ -336,6 +338,16 @@ class Jobs:
                         )
                     )
         return report
+
+    def _note_speed(self, report: RebuildReport) -> None:
+        """Keep how fast it was, for `hpstore durability --pool`."""
+        if not report.columns_written:
+            return
+        directory, now_ms = self._admin.state_directory, self._admin.clock.wall_ms()
+        try:
+            note_rebuild(directory, at_ms=now_ms, nbytes=report.bytes, seconds=report.seconds)
+        except OSError as error:
+            _log.warning("the speed of a rebuild is not kept: %s", error)
 
     def _rebalance(self) -> RebalanceReport:
         pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)

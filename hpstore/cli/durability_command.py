@@ -2,141 +2,60 @@
 
 from __future__ import annotations
 
-import math
-import sys
-from dataclasses import asdict, dataclass
-from typing import Annotated
-
 import numpy as np
-import typer
 
-from hpstore.cli.options import DataUnits, Json, ParityUnits, SchemeText, size_option
-from hpstore.cli.output import emit_json, table
+from hpstore.cli import durability_options as given
+from hpstore.cli.durability_options import DurabilityOptions, parse_ages, parse_causes
+from hpstore.cli.durability_report import DurabilityReport, show_report
+from hpstore.cli.options import DataUnits, Json, ParityUnits, SchemeText
+from hpstore.cli.output import emit_json
 from hpstore.durability import (
     Estimate,
     Group,
-    RepairWindow,
-    Scheme,
+    Losses,
     Sectors,
+    SharedBandwidth,
     compare,
-    in_a_year,
+    crossings_per_year,
     losses_per_year,
-    nines,
+    regular_tree,
     split,
+    total_per_year,
     unreadable_per_year,
     window,
     years_to_loss,
 )
+from hpstore.durability import rebuild_hours as hours_beside_training
 from hpstore.errors import ConfigError
-from hpstore.format.scheme import choose_scheme
+from hpstore.format.scheme import PoolScheme, choose_scheme
 
 _SECONDS_PER_HOUR = 3600.0
-_CORRELATED = (
-    "failures that come together: power, heat, a controller, one batch of drives, software, people"
+_NO_REPAIR_TIME = (
+    "give --rebuild-hours, or --device-size with --rebuild-rate, or with --device-rate and "
+    "--training"
 )
-_UNREADABLE = "sectors that cannot be read when no parity is left (--unreadable adds them)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DurabilityReport:
-    """Everything that is printed. Losses are those of all groups in a year."""
-
-    group: Group
-    groups: int
-    wanted: float
-    window: RepairWindow
-    closed_form: float
-    markov: float
-    unreadable: float | None
-    simulated: Estimate | None
-    seed: int
-    schemes: list[Scheme]
-
-    def losses(self) -> dict[str, float]:
-        """Losses a year, by model."""
-        return {"closed form": self.closed_form, "Markov chain": self.markov}
-
-    def left_out(self) -> list[str]:
-        """What these figures do not see."""
-        return [_CORRELATED] if self.unreadable is not None else [_CORRELATED, _UNREADABLE]
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        poisson = {**asdict(self.window), "nines": _finite(nines(self.window.loss))}
-        simulated = (
-            None
-            if self.simulated is None
-            else {
-                **asdict(self.simulated),
-                "nines": _finite(nines(in_a_year(self.simulated.value))),
-                "seed": self.seed,
-            }
-        )
-        return {
-            **asdict(self.group),
-            "groups": self.groups,
-            "poisson_window": poisson,
-            "closed_form": _figures(self.closed_form),
-            "markov": {**_figures(self.markov), "mean_years_to_loss": _years(self.markov)},
-            "unreadable_sectors": None if self.unreadable is None else _figures(self.unreadable),
-            "simulated": simulated,
-            "wanted_nines": self.wanted,
-            "schemes": [
-                {
-                    **asdict(s),
-                    "nines": _finite(s.nines),
-                    "longest_repair_hours": _finite(s.longest_repair_hours),
-                }
-                for s in self.schemes
-            ],
-            "left_out": self.left_out(),
-        }
-
-
-def _figures(rate: float) -> dict[str, object]:
-    probability = in_a_year(rate)
-    return {
-        "losses_per_year": rate,
-        "probability": probability,
-        "nines": _finite(nines(probability)),
-    }
-
-
-def _years(rate: float) -> float | None:
-    return _finite(1 / rate) if rate else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def run(
-    afr: Annotated[float, typer.Option(help="failures of a device in a year, such as 0.005")],
+    afr: given.Afr,
     data: DataUnits = None,
     parity: ParityUnits = None,
     scheme: SchemeText = None,
-    rebuild_hours: Annotated[
-        float | None, typer.Option(help="from a failure until all is written again")
-    ] = None,
-    device_size: Annotated[int | None, size_option("bytes of a device, such as 8TB")] = None,
-    rebuild_rate: Annotated[
-        int | None, size_option("bytes per second at which a lost device is written again")
-    ] = None,
-    wait_hours: Annotated[
-        float, typer.Option(min=0.0, help="before a rebuild begins: noticing, a spare")
-    ] = 0.0,
-    groups: Annotated[int, typer.Option(min=1, help="independent groups; any may lose")] = 1,
-    unreadable: Annotated[
-        float | None,
-        typer.Option(min=0.0, max=0.5, help="unreadable sectors by bit read, such as 1e-15"),
-    ] = None,
-    wanted: Annotated[
-        float, typer.Option("--nines", min=0.1, max=60.0, help="a scheme should reach")
-    ] = 12.0,
-    simulate: Annotated[
-        int, typer.Option(min=0, max=10_000_000, help="paths of a simulation by splitting")
-    ] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="of the simulation; recorded")] = 0,
+    rebuild_hours: given.RebuildHours = None,
+    device_size: given.DeviceSize = None,
+    rebuild_rate: given.RebuildRate = None,
+    device_rate: given.DeviceRate = None,
+    training: given.Training = 0.0,
+    wait_hours: given.WaitHours = 0.0,
+    repair_streams: given.RepairStreams = 0,
+    shared: given.Shared = None,
+    groups: given.Groups = 1,
+    unreadable: given.Unreadable = None,
+    pool: given.PoolOption = None,
+    afr_by_age: given.AfrByAge = "",
+    wanted: given.WantedNines = 12.0,
+    simulate: given.Simulate = 0,
+    seed: given.SimulationSeed = 0,
     as_json: Json = False,
 ) -> None:
     """Estimate the probability of losing data in a year; compare schemes.
@@ -144,124 +63,138 @@ def run(
     hpstore durability --scheme 6+3 --afr 0.005 --rebuild-hours 156
 
     hpstore durability --scheme 4+2 --afr 0.01 --device-size 8TB --rebuild-rate 200MB
+
+    hpstore durability --pool pool.toml --afr 0.01 --shared domain:0.005
     """
-    size = device_size or 0
-    hours = _repair_hours(rebuild_hours, size, rebuild_rate or 0)
-    chosen = choose_scheme(data, parity, scheme)
-    group = Group(data=chosen.data, parity=chosen.parity, afr=afr, repair_hours=hours + wait_hours)
-    sectors = _sectors(size, unreadable)
-    poisson = window(group)
-    answer = DurabilityReport(
-        group=group,
-        groups=groups,
+    options = DurabilityOptions(
+        afr=afr,
+        rebuild_hours=rebuild_hours,
+        device_bytes=device_size or 0,
+        rebuild_rate=rebuild_rate or 0,
+        device_rate=device_rate or 0,
+        training=training,
+        wait_hours=wait_hours,
+        repair_streams=repair_streams,
+        causes=parse_causes(shared or [], in_pool=pool is not None),
+        unreadable=unreadable,
         wanted=wanted,
-        window=poisson,
-        closed_form=losses_per_year(group) * groups,
-        markov=groups / years_to_loss(group),
-        unreadable=_lost_to(sectors, group, groups),
-        simulated=_simulated(group, groups, simulate, seed),
-        seed=seed,
-        schemes=compare(group, wanted=wanted, groups=groups, sectors=sectors),
     )
+    if pool is None:
+        if afr_by_age:
+            raise ConfigError("--afr-by-age needs --pool: it takes the age of each of its disks")
+        chosen = choose_scheme(data, parity, scheme)
+        answer = scheme_report(chosen, options, groups=groups, paths=simulate, seed=seed)
+    else:
+        from hpstore.cli.durability_pool import pool_report
+
+        if scheme or data or parity or groups != 1 or simulate:
+            raise ConfigError("--pool has a scheme: give neither one, nor --groups or --simulate")
+        answer = pool_report(pool, options, parse_ages(afr_by_age))
     if as_json:
         emit_json(answer.as_dict())
     else:
-        _show(answer, size)
+        show_report(answer, options.device_bytes)
 
 
-def _repair_hours(given: float | None, size: int, rate: int) -> float:
-    if given is not None:
-        if rate:
-            raise ConfigError("give --rebuild-hours, or --device-size with --rebuild-rate")
-        return given
-    if not size or not rate:
-        raise ConfigError("give --rebuild-hours, or --device-size with --rebuild-rate")
-    return size / rate / _SECONDS_PER_HOUR
+def scheme_report(
+    chosen: PoolScheme, options: DurabilityOptions, *, groups: int, paths: int, seed: int
+) -> DurabilityReport:
+    """All figures of one scheme. Raises ConfigError."""
+    group = Group(
+        data=chosen.data,
+        parity=chosen.parity,
+        afr=options.afr,
+        repair_hours=_repair_hours(options, chosen) + options.wait_hours,
+        repair_streams=options.repair_streams,
+    )
+    sectors = _sectors(options)
+    losses = _losses(options, sectors)
+    _require_separate(options)
+    return DurabilityReport(
+        group=group,
+        groups=groups,
+        wanted=options.wanted,
+        window=window(group),
+        closed_form=losses_per_year(group) * groups,
+        markov=groups / years_to_loss(group),
+        unreadable=_lost_to(sectors, group, groups, options),
+        simulated=_simulated(group, groups, paths, seed),
+        seed=seed,
+        schemes=compare(
+            group, wanted=options.wanted, groups=groups, sectors=sectors, losses=losses
+        ),
+        causes=options.causes,
+        shared=_shared(group, options, group.parity) * groups if options.causes else None,
+    )
 
 
-def _sectors(size: int, unreadable: float | None) -> Sectors | None:
-    if unreadable is None:
+def _repair_hours(options: DurabilityOptions, chosen: PoolScheme) -> float:
+    """From a failure on, without the wait."""
+    size, rates = options.device_bytes, (options.rebuild_rate, options.device_rate)
+    if options.rebuild_hours is not None:
+        if any(rates):
+            raise ConfigError(_NO_REPAIR_TIME)
+        return options.rebuild_hours
+    if not size or not any(rates) or all(rates):
+        raise ConfigError(_NO_REPAIR_TIME)
+    if options.rebuild_rate:
+        return size / options.rebuild_rate / _SECONDS_PER_HOUR
+    bandwidth = SharedBandwidth(bytes_per_second=options.device_rate, training=options.training)
+    return hours_beside_training(
+        size, bandwidth, data=chosen.data, devices=chosen.data + chosen.parity, spare=True
+    )
+
+
+def _require_separate(options: DurabilityOptions) -> None:
+    if options.causes and options.repair_streams:
+        raise ConfigError(
+            "--shared takes repairs of a fixed time, --repair-streams makes them depend on one "
+            "another: give one of them"
+        )
+
+
+def _sectors(options: DurabilityOptions) -> Sectors | None:
+    if options.unreadable is None:
         return None
-    if not size:
+    if not options.device_bytes:
         raise ConfigError("--unreadable needs --device-size: it counts the bits that are read")
-    return Sectors(device_bytes=size, errors_per_bit=unreadable)
+    return Sectors(device_bytes=options.device_bytes, errors_per_bit=options.unreadable)
 
 
-def _lost_to(sectors: Sectors | None, group: Group, groups: int) -> float | None:
-    """Losses a year, of all groups."""
+def _shared(group: Group, options: DurabilityOptions, lost: int) -> float:
+    """How often a year the group comes to more than `lost` lost devices, with all causes."""
+    tree = regular_tree(group, options.causes)
+    return crossings_per_year(tree, repair_hours=group.repair_hours, lost=lost)
+
+
+def _losses(options: DurabilityOptions, sectors: Sectors | None) -> Losses:
+    """Losses a year of a group of any scheme: what the nines of the table are of."""
+
+    def total(group: Group) -> float:
+        if not options.causes:
+            return total_per_year(group, sectors)
+        found = _shared(group, options, group.parity)
+        return found + (_lost_to(sectors, group, 1, options) or 0.0)
+
+    return total
+
+
+def _lost_to(
+    sectors: Sectors | None, group: Group, groups: int, options: DurabilityOptions
+) -> float | None:
+    """Losses a year to sectors that cannot be read, of all groups."""
     if sectors is None:
         return None
-    return unreadable_per_year(group, sectors.device_bytes, sectors.errors_per_bit) * groups
+    if not options.causes or not group.parity:
+        return unreadable_per_year(group, sectors.device_bytes, sectors.errors_per_bit) * groups
+    critical = _shared(group, options, group.parity - 1)
+    return critical * sectors.chance(group.data) * groups
 
 
 def _simulated(group: Group, groups: int, paths: int, seed: int) -> Estimate | None:
     if not paths:
         return None
-    found = split(group, paths=paths, rng=np.random.default_rng(seed))
+    found = split(
+        group, paths=paths, rng=np.random.default_rng(seed), fixed=not group.repair_streams
+    )
     return Estimate(value=found.value * groups, low=found.low * groups, high=found.high * groups)
-
-
-def _show(answer: DurabilityReport, size: int) -> None:
-    group, poisson = answer.group, answer.window
-    sys.stdout.write(
-        f"{group.data}+{group.parity}, {answer.groups} group{'s' * (answer.groups > 1)}, a device "
-        f"fails {100 * group.afr:g} % a year, whole again after {group.repair_hours:.4g} h\n"
-    )
-    rows = [
-        (name, f"{in_a_year(rate):.3e}", f"{nines(in_a_year(rate)):.2f}")
-        for name, rate in answer.losses().items()
-    ]
-    if answer.unreadable is not None:
-        both = in_a_year(answer.markov + answer.unreadable)
-        rows.append(("Markov chain, unreadable sectors", f"{both:.3e}", f"{nines(both):.2f}"))
-    if answer.simulated is not None:
-        found = answer.simulated
-        rows.append(
-            (
-                f"splitting, seed {answer.seed}: {found.low:.3e} to {found.high:.3e}",
-                f"{in_a_year(found.value):.3e}",
-                f"{nines(in_a_year(found.value)):.2f}",
-            )
-        )
-    any_window = in_a_year(
-        -math.log1p(-poisson.loss) if poisson.loss < 1 else math.inf, answer.groups
-    )
-    rows.append(("Poisson window (optimistic)", f"{any_window:.3e}", f"{nines(any_window):.2f}"))
-    table("", ("model", "loss in a year", "nines"), rows)
-    sys.stdout.write(
-        f"In one window of {group.repair_hours:.4g} h: {poisson.expected:.4e} failures expected, "
-        f"P({group.parity} failures) = {poisson.exactly_parity:.3e}, "
-        f"P(more, data lost) = {poisson.beyond_parity:.3e}; {poisson.per_year:.2f} windows a year\n"
-    )
-    _show_schemes(answer, size)
-    sys.stdout.write("".join(f"Left out: {line}.\n" for line in answer.left_out()))
-    sys.stdout.write(
-        f"One event in a million years that takes {group.parity + 1} devices at once already means "
-        "6 nines.\n"
-    )
-
-
-def _within(hours: float) -> str:
-    if not hours:
-        return "never"
-    return f"{hours:.3g} h" if math.isfinite(hours) else "any time"
-
-
-def _show_schemes(answer: DurabilityReport, size: int) -> None:
-    rows = []
-    for scheme in answer.schemes:
-        longest = scheme.longest_repair_hours
-        row = [
-            f"{scheme.data}+{scheme.parity}",
-            f"{scheme.overhead:.2f}",
-            f"{scheme.nines:.2f}",
-            "yes" if scheme.reaches else "no",
-            _within(longest),
-        ]
-        if size:
-            rate = size / longest / _SECONDS_PER_HOUR / 1e6 if longest else math.inf
-            row.append(f"{rate:.3g} MB/s" if longest else "")
-        rows.append(row)
-    wanted = f"{answer.wanted:g} nines"
-    columns = ["scheme", "stored a byte", "nines", wanted, "if whole again within"]
-    table("", columns + ["if rebuilt at"] * bool(size), rows)

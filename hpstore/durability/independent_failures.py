@@ -1,14 +1,15 @@
 """How likely a group of k + m devices loses data in a year: three models and a simulation. Pure.
 
-Devices fail independently, at the same rate whenever they work; each failed one is whole again
-after its own repair time (many repairs at once do not slow each other down). Data is lost when
-m + 1 are failed at the same moment. Sources and limits: docs/durability.md.
+Devices fail independently, at the same rate whenever they work; each failed one is rebuilt
+after its own repair time, or, where repairs share bandwidth, later. Data is lost when m + 1 are
+failed at the same moment. What fails together is in failure_domains.py. Sources and limits:
+docs/durability.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,10 +18,10 @@ from numpy.typing import NDArray
 from hpstore.errors import ConfigError
 
 HOURS_PER_YEAR = 8760.0
-SCHEMES = ((4, 2), (8, 2), (6, 3), (8, 3), (17, 3), (10, 4), (16, 4))  # (k, m) that are compared
 _REPLICATES, _T95 = 20, 2.093  # Student's t for 19 degrees of freedom
 _BIAS = 0.5  # share of paths that are made to fail next; their weight makes up for it
 _REPAIR_HOURS = (1e-6, 1e7)  # where the longest repair is looked for
+_HALVINGS = 40  # of 30 powers of e: to a part in 10^10
 Floats = NDArray[np.float64]
 
 
@@ -30,13 +31,15 @@ class Group:
 
     `afr`: failures in a device-year of work (failures / drive-days x 365, as drive statistics count
     them). `repair_hours`: from a failure until every lost unit is written again, waiting included.
-    Raises ConfigError.
+    `repair_streams`: repairs that take no longer for being several; more of them share that
+    bandwidth. 0: no repair slows another one down. Raises ConfigError.
     """
 
     data: int
     parity: int
     afr: float
     repair_hours: float
+    repair_streams: int = 0
 
     def __post_init__(self) -> None:
         if not (1 <= self.data <= 255 and 0 <= self.parity <= 64):
@@ -45,6 +48,10 @@ class Group:
             raise ConfigError(f"the failure rate must be above 0 a year, not {self.afr}")
         if not 0 < self.repair_hours < math.inf:
             raise ConfigError(f"the repair time must be above 0 hours, not {self.repair_hours}")
+        if self.repair_streams < 0:
+            raise ConfigError(
+                f"{self.repair_streams} repairs at once: 1 or more, or 0 for any number"
+            )
 
     @property
     def width(self) -> int:
@@ -55,6 +62,13 @@ class Group:
     def load(self) -> float:
         """Failures of one device, while it works, in one repair time."""
         return self.afr * self.repair_hours / HOURS_PER_YEAR
+
+    def repairs_at_once(self, failed: int) -> int:
+        """With so many failed, by how many times the rate of one repair they are repaired."""
+        return min(failed, self.repair_streams) if self.repair_streams else failed
+
+
+Losses = Callable[[Group], float]  # a year
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +142,31 @@ def _poisson_beyond(expected: float, count: int) -> float:
 def losses_per_year(group: Group) -> float:
     """Closed form: how often, in the long run, a device fails while m others are being repaired.
 
-    Exact for any distribution of repair times with this mean, if the group is used on after a loss.
+    Exact for any distribution of repair times with this mean, if the group is used on after a loss;
+    where repairs share bandwidth, for exponential ones.
     """
     return _failures_with(group, group.parity)
 
 
 def _failures_with(group: Group, down: int) -> float:
     """How often a year, in the long run, a device fails while exactly so many others are down."""
+    if group.repair_streams:
+        return (group.width - down) * group.afr * math.exp(_log_shares(group)[down])
     ways = math.comb(group.width - 1, down)
     # by logarithms: a load of 1e6 to the 64th power is no float
     busy = math.exp(down * math.log(group.load) - group.width * math.log1p(group.load))
     return group.width * group.afr * ways * busy
+
+
+def _log_shares(group: Group) -> list[float]:
+    """Logarithms of the shares of time with 0 ... n devices down: a birth and death process."""
+    found = [0.0]
+    for failed in range(1, group.width + 1):
+        rise = (group.width - failed + 1) * group.load / group.repairs_at_once(failed)
+        found.append(found[-1] + math.log(rise))
+    largest = max(found)
+    whole = largest + math.log(math.fsum(math.exp(one - largest) for one in found))
+    return [one - whole for one in found]
 
 
 def years_to_loss(group: Group) -> float:
@@ -146,7 +174,7 @@ def years_to_loss(group: Group) -> float:
     total, step = 0.0, 0.0
     for failed in range(group.parity + 1):
         fails = (group.width - failed) * group.afr
-        repairs = failed * HOURS_PER_YEAR / group.repair_hours
+        repairs = group.repairs_at_once(failed) * HOURS_PER_YEAR / group.repair_hours
         step = 1 / fails + repairs / fails * step  # mean time from `failed` to one more
         total += step
     return total
@@ -156,9 +184,8 @@ def unreadable_per_year(group: Group, device_bytes: int, errors_per_bit: float) 
     """Losses a year by a sector that cannot be read when no parity is left (k devices are read)."""
     if group.parity == 0:
         return 0.0
-    bits = 8 * group.data * device_bytes
-    critical = _failures_with(group, group.parity - 1)
-    return critical * -math.expm1(bits * math.log1p(-errors_per_bit))
+    sectors = Sectors(device_bytes=device_bytes, errors_per_bit=errors_per_bit)
+    return _failures_with(group, group.parity - 1) * sectors.chance(group.data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +194,10 @@ class Sectors:
 
     device_bytes: int
     errors_per_bit: float
+
+    def chance(self, devices: int) -> float:
+        """Probability that so many devices, read in full, have such a sector."""
+        return -math.expm1(8 * devices * self.device_bytes * math.log1p(-self.errors_per_bit))
 
 
 def total_per_year(group: Group, sectors: Sectors | None = None) -> float:
@@ -188,19 +219,27 @@ def longest_repair_hours(
     wanted: float,
     groups: int,
     sectors: Sectors | None = None,
+    repair_streams: int = 0,
+    losses: Losses | None = None,
 ) -> float:
-    """The longest repair time at which total_per_year() has so many nines; 0 when none does."""
+    """The longest repair time at which `losses` has so many nines; 0 when none does.
+
+    `losses`: losses a year of a group; total_per_year() by default.
+    """
+    losses = losses or (lambda group: total_per_year(group, sectors))
 
     def enough(hours: float) -> bool:
-        made = Group(data=data, parity=parity, afr=afr, repair_hours=hours)
-        return nines(in_a_year(total_per_year(made, sectors), groups)) >= wanted
+        made = Group(
+            data=data, parity=parity, afr=afr, repair_hours=hours, repair_streams=repair_streams
+        )
+        return nines(in_a_year(losses(made), groups)) >= wanted
 
     low, high = (math.log(hours) for hours in _REPAIR_HOURS)
     if not enough(math.exp(low)):
         return 0.0
     if enough(math.exp(high)):
         return math.inf
-    for _ in range(60):
+    for _ in range(_HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if enough(math.exp(middle)) else (low, middle)
     return math.exp(low)
@@ -210,10 +249,10 @@ def longest_repair_hours(
 
 
 def split(group: Group, *, paths: int, rng: np.random.Generator, fixed: bool = True) -> Estimate:
-    """Multilevel splitting: losses a year, for rates at which nobody sees a loss.
+    """Multilevel splitting: losses a year, for rates at which no direct simulation sees a loss.
 
     A level is a number of failed devices. From `paths` arrivals on a level, the share that reaches
-    the next before the group is whole again is found, and arrivals there are drawn from those that
+    the next before all is rebuilt is found, and arrivals there are drawn from those that
     did. The next failure is made likely and weighted (failure biasing). Twenty repetitions give the
     interval. Counts a stretch of failures once, so only for loads far below 1.
     """
@@ -249,13 +288,16 @@ def _climb(
     (paths, level + 1), and the weights; 0 for a path that ended whole.
     """
     rate = group.afr / HOURS_PER_YEAR
+    streams = group.repair_streams or group.width
     paths = len(start)
     left = np.concatenate([start, np.full((paths, 1), np.inf)], axis=1)  # inf: an empty place
     weight, failed = np.ones(paths), np.full(paths, level)
     going = np.arange(paths)
     while going.size:
         here = left[going]
-        first = here.min(1)
+        down = failed[going]
+        slowed = down / np.minimum(down, streams)
+        first = here.min(1) * slowed
         hazard = (group.width - failed[going]) * rate
         chance = -np.expm1(-hazard * first)  # of a failure before the next repair is done
         tilted = np.maximum(chance, _BIAS)
@@ -264,7 +306,7 @@ def _climb(
             fails, chance / tilted, (1 - chance) / np.maximum(1 - tilted, 1e-300)
         )
         after = -np.log1p(-rng.random(going.size) * chance) / hazard
-        here -= np.where(fails, after, first)[:, None]
+        here -= (np.where(fails, after, first) / slowed)[:, None]
         place = np.where(fails, np.isinf(here).argmax(1), here.argmin(1))
         fresh = _repairs(group, going.size, rng, fixed=fixed)
         here[np.arange(going.size), place] = np.where(fails, fresh, np.inf)
@@ -287,46 +329,3 @@ def _resampled(weight: Floats, count: int, rng: np.random.Generator) -> NDArray[
     places = (rng.random() + np.arange(count)) / count * weight.sum()
     chosen: NDArray[np.intp] = np.searchsorted(np.cumsum(weight), places)
     return np.minimum(chosen, len(weight) - 1)
-
-
-# --- schemes --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scheme:
-    """What a scheme reaches with the same devices."""
-
-    data: int
-    parity: int
-    overhead: float  # bytes stored for a byte of data
-    nines: float  # of a year without loss
-    longest_repair_hours: float  # at which it still has the nines that are wanted
-    reaches: bool
-
-
-def compare(
-    group: Group,
-    *,
-    wanted: float,
-    groups: int = 1,
-    sectors: Sectors | None = None,
-    schemes: Sequence[tuple[int, int]] = SCHEMES,
-) -> list[Scheme]:
-    """The group's scheme and others at its failure rate and repair time, by total_per_year()."""
-    found = []
-    for data, parity in sorted({(group.data, group.parity), *schemes}, key=lambda s: (s[1], s[0])):
-        made = Group(data=data, parity=parity, afr=group.afr, repair_hours=group.repair_hours)
-        reached = nines(in_a_year(total_per_year(made, sectors), groups))
-        found.append(
-            Scheme(
-                data=data,
-                parity=parity,
-                overhead=made.width / data,
-                nines=reached,
-                longest_repair_hours=longest_repair_hours(
-                    data, parity, group.afr, wanted=wanted, groups=groups, sectors=sectors
-                ),
-                reaches=reached >= wanted,
-            )
-        )
-    return found
