@@ -19,6 +19,7 @@ from hpstore.durability import (
     crossings_per_year,
     losses_per_year,
     regular_tree,
+    sample_crossings,
     split,
     total_per_year,
     unreadable_per_year,
@@ -118,7 +119,7 @@ def scheme_report(
         closed_form=losses_per_year(group) * groups,
         markov=groups / years_to_loss(group),
         unreadable=_lost_to(sectors, group, groups, options),
-        simulated=_simulated(group, groups, paths, seed),
+        simulated=_simulated(group, groups, paths, seed, options),
         seed=seed,
         schemes=compare(
             group, wanted=options.wanted, groups=groups, sectors=sectors, losses=losses
@@ -191,10 +192,21 @@ def _lost_to(
     return critical * sectors.chance(group.data) * groups
 
 
-def _simulated(group: Group, groups: int, paths: int, seed: int) -> Estimate | None:
+def _simulated(
+    group: Group, groups: int, paths: int, seed: int, options: DurabilityOptions
+) -> Estimate | None:
+    """By splitting, or, with shared causes, by sampling what came before the last event."""
     if not paths:
         return None
-    found = split(
-        group, paths=paths, rng=np.random.default_rng(seed), fixed=not group.repair_streams
-    )
+    rng = np.random.default_rng(seed)
+    if options.causes:
+        found = sample_crossings(
+            regular_tree(group, options.causes),
+            repair_hours=group.repair_hours,
+            lost=group.parity,
+            draws=paths,
+            rng=rng,
+        )
+    else:
+        found = split(group, paths=paths, rng=rng, fixed=not group.repair_streams)
     return Estimate(value=found.value * groups, low=found.low * groups, high=found.high * groups)

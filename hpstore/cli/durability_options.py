@@ -54,7 +54,10 @@ WantedNines = Annotated[
     float, typer.Option("--nines", min=0.1, max=60.0, help="a scheme should reach")
 ]
 Simulate = Annotated[
-    int, typer.Option(min=0, max=10_000_000, help="paths of a simulation by splitting")
+    int,
+    typer.Option(
+        min=0, max=10_000_000, help="paths of a simulation by splitting; with --shared, draws"
+    ),
 ]
 SimulationSeed = Annotated[int, typer.Option(min=0, help="of the simulation; recorded")]
 

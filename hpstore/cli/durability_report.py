@@ -157,10 +157,10 @@ def show_report(answer: DurabilityReport, size: int) -> None:
         both = in_a_year(rate + answer.unreadable)
         rows.append((f"{name}, unreadable sectors", f"{both:.3e}", f"{nines(both):.2f}"))
     if answer.simulated is not None:
-        found = answer.simulated
+        found, way = answer.simulated, "sampling" if answer.causes else "splitting"
         rows.append(
             (
-                f"splitting, seed {answer.seed}: {found.low:.3e} to {found.high:.3e}",
+                f"{way}, seed {answer.seed}: {found.low:.3e} to {found.high:.3e}",
                 f"{in_a_year(found.value):.3e}",
                 f"{nines(in_a_year(found.value)):.2f}",
             )

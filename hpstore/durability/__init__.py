@@ -1,5 +1,6 @@
 """How likely a group of devices loses data: formulae, simulations, failures that come together."""
 
+from hpstore.durability.domain_sampling import sample_crossings
 from hpstore.durability.failure_domains import (
     DOMAIN,
     DomainDevice,
@@ -54,6 +55,7 @@ __all__ = [
     "nines",
     "rebuild_hours",
     "regular_tree",
+    "sample_crossings",
     "split",
     "total_per_year",
     "unreadable_per_year",

@@ -57,7 +57,13 @@ def test_shared_causes_enter_the_figures_and_the_table_of_schemes() -> None:
     ours = next(s for s in found["schemes"] if (s["data"], s["parity"]) == (6, 3))
     assert ours["nines"] == pytest.approx(nines(in_a_year(expected)))
     assert found["left_out"][0].startswith("failures that come together, other than those given")
-    assert "each host of 3 units is struck 0.005 times" in said(*TALK, "--shared", "host:0.005:3")
+    words = (*TALK, "--shared", "host:0.005:3", "--simulate", 20_000)
+    text = said(*words)
+    assert "each host of 3 units is struck 0.005 times" in text
+    assert "sampling, seed 0" in text
+    sampled = ask(*words)
+    shared = sampled["failure_domains"]["losses_per_year"]
+    assert sampled["simulated"]["low"] * 0.9 < shared < sampled["simulated"]["high"] * 1.1
 
 
 def test_unreadable_sectors_count_beside_shared_causes() -> None:

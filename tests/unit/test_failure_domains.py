@@ -19,6 +19,7 @@ from hpstore.durability import (
     losses_per_year,
     rebuild_hours,
     regular_tree,
+    sample_crossings,
     split,
     years_to_loss,
 )
@@ -65,6 +66,47 @@ def test_event_simulation_agrees_with_the_formula(causes: tuple[SharedCause, ...
     expected = losses(FAST, *causes)
     assert found.low * 0.97 <= expected <= found.high * 1.03
     assert found.high - found.low < 0.25 * found.value
+
+
+REAL = (
+    SharedCause(kind="host", events_per_year=1e-3, units=2),
+    SharedCause(kind="batch", events_per_year=1e-3, hit=0.05),
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "causes"),
+    [(TALK, ()), (TALK, REAL[:1]), (TALK, REAL), (FAST, (HOSTS, RACKS, BATCH))],
+    ids=["none", "hosts", "hosts and a batch", "fast, all"],
+)
+def test_sampling_agrees_with_the_formula_at_real_rates(
+    group: Group, causes: tuple[SharedCause, ...]
+) -> None:
+    """Down to 1e-12 a year: within 4 standard deviations, which are a few per cent."""
+    found = sample_crossings(
+        regular_tree(group, causes),
+        repair_hours=group.repair_hours,
+        lost=group.parity,
+        draws=200_000,
+        rng=np.random.default_rng(11),
+    )
+    expected = losses(group, *causes)
+    assert abs(found.value - expected) <= 2 * (found.high - found.low) / 2 * 1.03
+    assert found.high - found.low < 0.25 * found.value
+
+
+def test_sampling_agrees_with_a_pools_domains() -> None:
+    """Three hosts of three devices with at most two units each, 2+2, one loss in 10^6 years."""
+    members = {name: [DomainDevice(afr=0.02)] * 3 for name in "abc"}
+    tree = domain_tree(members, (SharedCause(kind="domain", events_per_year=0.002),), units_most=2)
+    found = sample_crossings(
+        tree, repair_hours=20, lost=2, draws=100_000, rng=np.random.default_rng(5)
+    )
+    expected = crossings_per_year(tree, repair_hours=20, lost=2)
+    assert expected < 1e-5
+    assert abs(found.value - expected) <= found.high - found.low
+    with pytest.raises(ConfigError, match="too few"):
+        sample_crossings(tree, repair_hours=20, lost=2, draws=99, rng=np.random.default_rng(5))
 
 
 def test_a_pools_domains_cost_a_stripe_no_more_than_their_units() -> None:
