@@ -181,6 +181,9 @@ def report(
     record: Annotated[
         Path | None, typer.Option(help="add today's counters to this file, and look back in it")
     ] = None,
+    pool: Annotated[
+        str | None, typer.Option(help="the record is the one that this pool's agent keeps")
+    ] = None,
     timeout_seconds: Annotated[
         float, typer.Option("--timeout", min=0.1, help="seconds for each disk")
     ] = 20.0,
@@ -189,15 +192,21 @@ def report(
     memory: Memory = GIB,
     as_json: Json = False,
 ) -> None:
-    """Flags, rule score and forecast of disks, with reasons.
+    """Flags, sum of error counters and forecast of disks, with reasons.
 
     hpstore health report --record /var/lib/hpstore/disks.csv --model model.json
+
+    hpstore health report --pool pool.toml
     """
-    from hpstore.cli.health_report import report_files, report_machine
+    from hpstore.cli.health_report import agents_record, report_files, report_machine
     from hpstore.health.forecast.forecast_model import load_model
     from hpstore.health.forecast.forecaster import FailureForecaster
 
     forecaster = FailureForecaster(load_model(str(model)) if model else None, far=far)
+    if pool is not None:
+        if files or record is not None:
+            raise ConfigError("--pool names a record: give neither --record nor files with it")
+        record = agents_record(pool)
     if not files:
         report_machine(forecaster, record, timeout_seconds, as_json=as_json)
         return

@@ -10,7 +10,9 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+import hpstore
 from hpstore.cli.output import emit_json, table
+from hpstore.errors import ForecastError
 from hpstore.health.forecast import disk_record as records
 from hpstore.health.forecast.drive_histories import DriveHistory, Gathered
 from hpstore.health.forecast.drive_stats import BadRows
@@ -19,6 +21,22 @@ from hpstore.health.forecast.this_machine import judge_reading, recorded
 from hpstore.health.smart.readout import Readout, disks, read_disk, read_diskstats
 
 _ORDER = list(Risk)
+
+
+def agents_record(pool: str) -> Path:
+    """Where the agent of a pool keeps what it has seen of this machine's disks.
+
+    Raises HpstoreError where the pool does not open, ForecastError where there is no such place.
+    """
+    from hpstore.agent.smart_watch import RECORD_FILE
+
+    with hpstore.open(pool, read_only=True) as opened:
+        directory = opened.admin.state_directory
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise ForecastError(f"cannot make {directory}: {error.strerror or error}") from error
+    return directory / RECORD_FILE
 
 
 def report_files(

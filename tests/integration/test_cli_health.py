@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import hpstore
+from hpstore.agent.smart_watch import RECORD_FILE
 from hpstore.cli import app
 from hpstore.cli import health_report as reports
+from hpstore.config import Settings
 from tests.integration.cli_cases import Cli
 from tests.integration.fleets import HEADER, fleet, write_csv
 
@@ -212,6 +215,30 @@ def test_report_on_this_machine_records_and_looks_back(cli: Cli, machine: Path) 
     assert (asleep["readout"], asleep["forecast"]) == ("asleep", None)
     with record.open() as file:
         assert list(csv.DictReader(file))[-1]["smart_5_raw"] == "25"
+
+
+def test_report_knows_what_the_agent_of_a_pool_has_seen(cli: Cli, machine: Path) -> None:
+    """Eight days in the agent's record, then a rise: the report sees it and adds a row there."""
+    hpstore.create(
+        [str(machine / f"d{number}") for number in range(3)],
+        scheme="2+1",
+        config=machine / "pool.toml",
+        settings=Settings(run_directory=str(machine / "run")),
+    ).close()
+    cli("report", "--pool", machine / "pool.toml")
+    with hpstore.open(machine / "pool.toml", read_only=True) as pool:
+        record = pool.admin.state_directory / RECORD_FILE
+    header, row = record.read_text().splitlines()
+    past = [f"2024-01-{day:02}{row[10:]}" for day in range(1, 9)]
+    record.write_text("\n".join([header, *past]) + "\n")
+    answer = json.loads((machine / "answer").read_text())
+    answer["ata_smart_attributes"]["table"][0]["raw"]["value"] = 25
+    (machine / "answer").write_text(json.dumps(answer))
+    disk, _ = json.loads(cli("report", "--pool", machine / "pool.toml", "--json"))
+    assert disk["forecast"]["reasons"] == ["reallocated sectors rose by 25 to 25 in 14 days"]
+    assert len(record.read_text().splitlines()) == 10
+    words = ("report", "--pool", machine / "pool.toml", "--record", record)
+    assert "--pool names a record" in cli(*words, code=2)
 
 
 def test_a_file_that_is_no_record_is_not_added_to(cli: Cli, machine: Path) -> None:

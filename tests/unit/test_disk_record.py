@@ -7,6 +7,8 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +25,14 @@ from hpstore.health.smart.counters import COUNTERS, INDEX
 from hpstore.health.smart.readout import Readout, SmartReading
 
 DAY = 739_000
-WRITERS, DISKS, DAYS = 4, 6, 5
+WRITERS, DISKS, DAYS = 4, 6, 10
 ROOT = Path(__file__).resolve().parents[2]
 WRITER = """
 import sys
 from tests.unit.test_disk_record import DAY, DAYS, DISKS, reading
 from hpstore.health.forecast import disk_record
 path, own = sys.argv[1], int(sys.argv[2])
+print("ready", flush=True)
 sys.stdin.readline()
 for day in range(DAY, DAY + DAYS):
     disk_record.append(path, day, [reading(f"common-{n}") for n in range(DISKS)])
@@ -59,12 +62,16 @@ def test_processes_that_add_at_once_lose_nothing_and_repeat_nothing(tmp_path: Pa
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(path), str(number)],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
         )
         for number in range(WRITERS)
     ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
     for writer in writers:
         assert writer.stdin is not None
         writer.stdin.write("go\n")
@@ -94,6 +101,37 @@ def test_a_record_that_is_held_is_an_error_that_leaves_it_alone(tmp_path: Path) 
     assert path.read_bytes() == before
     assert disk_record.append(str(path), DAY + 1, [reading("A")]) == 1
     assert disk_record.append(str(path), DAY + 1, [reading("A")]) == 0
+
+
+def test_a_writer_that_is_paused_before_its_row_keeps_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look at the file and its row another one would add the same row."""
+    path = str(tmp_path / "disks.csv")
+    paused, go_on = threading.Event(), threading.Event()
+    text_of = disk_record._text
+
+    def pausing(day: int, readings: Iterable[SmartReading]) -> str:
+        if not paused.is_set():
+            paused.set()
+            assert go_on.wait(60)
+        return text_of(day, readings)
+
+    monkeypatch.setattr(disk_record, "_text", pausing)
+    added: list[int] = []
+    first = threading.Thread(
+        target=lambda: added.append(disk_record.append(path, DAY, [reading("A")]))
+    )
+    first.start()
+    try:
+        assert paused.wait(60)
+        with pytest.raises(ForecastError, match="another process has held"):
+            disk_record.append(path, DAY, [reading("A")], lock_seconds=0.0)
+    finally:
+        go_on.set()
+        first.join(60)
+    assert added == [1]
+    assert disk_record.append(path, DAY, [reading("A")]) == 0
 
 
 def test_a_row_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
