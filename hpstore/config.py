@@ -101,6 +101,16 @@ class Settings:
     claim_seconds: float = setting(
         3.0, "after so long a silence a conditional put gives way to others", advanced=True
     )
+    registers_deadline_seconds: float = setting(
+        5.0, "for one change of a register in etcd or an object store", advanced=True
+    )
+    registers_ca_file: str = setting(
+        "", "etcds://: certificates of who signs etcd's; the system's by default", advanced=True
+    )
+    registers_certificate_file: str = setting(
+        "", "etcds://: this machine's certificate, where etcd wants one", advanced=True
+    )
+    registers_key_file: str = setting("", "etcds://: the key of that certificate", advanced=True)
     tombstone_seconds: float = setting(
         3600.0, "until tombstones are swept; a put that takes longer starts again", advanced=True
     )
@@ -132,7 +142,8 @@ class Settings:
             raise ConfigError("at most 64 workers_per_device and 256 compute_threads")
         if self.tls not in ("mutual", "plain"):
             raise ConfigError(f'setting tls must be "mutual" or "plain", not {self.tls!r}')
-        for name in ("run_directory", "state_directory", "certificates"):
+        files = ("registers_ca_file", "registers_certificate_file", "registers_key_file")
+        for name in ("run_directory", "state_directory", "certificates", *files):
             if (where := getattr(self, name)) and not os.path.isabs(where):
                 raise ConfigError(f"setting {name} must be absolute: processes share it")
         if self.memory_bytes < 16 * MIB:

@@ -3,7 +3,7 @@
     HpstoreError                     exit 1
       ConfigError (ValueError)       exit 2   a setting, geometry or file of settings is wrong
         AlreadyClosed                exit 6   a pool, dataset, reader or loader that was closed
-        RegistersForeign             exit 7   the pool's registers are in another run directory
+        RegistersForeign             exit 7   the pool's registers are elsewhere, or lost
         PoolKeyError                 exit 9   pool.toml lacks the pool's key, or has another one
       InvalidKey (ValueError)        exit 3   a key that cannot name an object
       ObjectNotFound (FileNotFoundError) exit 4
@@ -28,7 +28,7 @@
         TooFewDevices                exit 31  a write or a membership change cannot be made safe
           PoolFull                   exit 37  devices have too few bytes or inodes left for it
         TooManyErasures              exit 32  more units lost than parity can replace
-        RegistersUnavailable         exit 36  no majority of devices can be locked or written
+        RegistersUnavailable         exit 36  no majority of devices can be locked, or etcd is away
       MembershipError                exit 33  a membership change is refused
       ThreadsExhausted               exit 38  this process may start no more threads
       LockTimeout                    exit 34
@@ -85,7 +85,8 @@ class AlreadyClosed(ConfigError):
 
 
 class RegistersForeign(ConfigError):
-    """This process' run directory is not the one that the pool's registers are in."""
+    """The pool's registers are not where this process looks: in another run directory, in etcd that
+    it cannot use, or lost. Reading and plain puts go on."""
 
     exit_code = 7
 
@@ -245,7 +246,8 @@ class TooManyErasures(RedundancyError):
 
 
 class RegistersUnavailable(RedundancyError):
-    """Too few devices take part in what excludes other processes. What is stored is untouched."""
+    """What excludes other processes does not answer: too few devices, or the registers outside.
+    What is stored is untouched; it can be tried again."""
 
     exit_code = 36
 

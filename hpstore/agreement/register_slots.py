@@ -7,10 +7,17 @@ leaves the old record or the new one. docs/format.md has the layout.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from hpstore.agreement.registers import BUCKETS, HOLDS, VALUE_BYTES_MOST
+from hpstore.agreement.registers import (
+    BUCKETS,
+    HOLDS,
+    VALUE_BYTES_MOST,
+    ChangeOf,
+    Register,
+    claim_registers,
+)
 from hpstore.devices.base import REGISTERS_BYTES
 from hpstore.format.checksum import digest128
 
@@ -106,3 +113,49 @@ def merge(images: Mapping[str, bytes]) -> dict[str, dict[int, SlotEntry]]:
                     promised=top.promised, order=top.order, value=top.value, copy=own.copy
                 )
     return lacking
+
+
+def change_all(
+    images: Mapping[str, bytearray], change: ChangeOf, *, begin: bool
+) -> Iterator[Mapping[str, bytearray]]:
+    """Images of all records of claims in the order in which they must be written.
+
+    `images`: of each device, as they are; they are changed in place. `begin`: some member takes no
+    part, so a round is begun first (see device_registers.py).
+    """
+    rows: list[tuple[int, dict[str, int], SlotEntry]] = []  # offset, copy of each device, entry
+    for name in claim_registers():
+        offset, _ = range_of(name)
+        slots = {d: bytes(image[offset : offset + SLOT_BYTES]) for d, image in images.items()}
+        known = {slot: decode_entry(slot) for slot in set(slots.values())}  # most have the same
+        entries = {d: known[slot] for d, slot in slots.items()}
+        copies = {d: entry.copy for d, entry in entries.items()}
+        top = max(known.values(), key=lambda e: e.order)
+        turn = max(entry.promised for entry in known.values()) + begin
+        if begin:
+            for device, entry in entries.items():
+                _put_entry(images[device], offset, replace(entry, promised=turn), entry.copy)
+                copies[device] = 1 - entry.copy
+        value = change(name, Register(order=top.order, value=top.value))
+        sequence = top.order[1] + (value is not None)
+        made = SlotEntry(
+            promised=turn, order=(turn, sequence), value=top.value if value is None else value
+        )
+        rows.append((offset, copies, made))
+    if begin:
+        yield images
+    for offset, copies, made in rows:
+        encoded = encode_entry(made)[1]
+        for device, copy in copies.items():
+            _put_copy(images[device], offset, encoded, copy)
+    yield images
+
+
+def _put_entry(image: bytearray, offset: int, entry: SlotEntry, copy: int) -> None:
+    """Write an entry into an image, where it was read last from `copy`."""
+    _put_copy(image, offset, encode_entry(entry)[1], copy)
+
+
+def _put_copy(image: bytearray, offset: int, encoded: bytes, copy: int) -> None:
+    at = offset + (1 - copy) * COPY_BYTES
+    image[at : at + COPY_BYTES] = encoded

@@ -6,20 +6,24 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from hpstore.devices.base import Device
 from hpstore.errors import LockTimeout
+from hpstore.format.untrusted_bytes import parsing, whole
 from hpstore.runtime.clock import Clock
 
 VALUE_BYTES_MOST = 200
 BUCKETS = 4096
 MEMBERSHIP, REPAIR, AGENT = "membership", "repair", "agent"  # what is held for long
+RECORD = "record"  # the membership itself, in engines that do not lie on the devices
 WAITING = "waiting"  # by who waits for REPAIR, so that a pass of days gives way
 HOLDS = (MEMBERSHIP, REPAIR, AGENT, WAITING)  # their places in the registers: added to at the end
 
@@ -33,6 +37,7 @@ class Register:
 
 
 Change = Callable[[Register], bytes | None]
+ChangeOf = Callable[[str, Register], bytes | None]  # with the name of the register
 
 
 class HeldRegister(Protocol):
@@ -41,6 +46,46 @@ class HeldRegister(Protocol):
     def keep(self) -> None:
         """Take the devices that have come, let those go that have left. Raises LockTimeout when
         another process has got a majority meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Successor:
+    """A membership as engines that do not lie on the devices store it. `order` and `parent`: its
+    generation and nonce, and those of the membership that it was made from."""
+
+    order: tuple[int, str]
+    parent: tuple[int, str]
+    data: bytes  # as pool.json has it
+
+    @property
+    def generation(self) -> int:
+        """Of the membership."""
+        return self.order[0]
+
+    def encode(self) -> bytes:
+        """For a register."""
+        body = {"order": list(self.order), "parent": list(self.parent), "data": self.data.decode()}
+        return json.dumps(body).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Successor:
+        """Raises IntegrityError."""
+        with parsing("a membership in a register"):
+            body = json.loads(data)
+            (generation, nonce), (before, old) = body["order"], body["parent"]
+            return cls(
+                order=(whole(generation, "its generation"), str(nonce)),
+                parent=(whole(before, "its parent's generation"), str(old)),
+                data=str(body["data"]).encode(),
+            )
+
+
+class Exchange(Protocol):
+    """A change of the membership, within Registers.exchange()."""
+
+    def settle(self, new: Successor) -> None:
+        """Make a membership the one that counts, before devices have it. Raises MembershipError
+        when another process was first, RegistersUnavailable."""
 
 
 class Registers(Protocol):
@@ -54,6 +99,12 @@ class Registers(Protocol):
         RegistersUnavailable, then it may have: reading it again tells.
         """
 
+    def update_all(self, change: ChangeOf, *, what: str) -> None:
+        """Update the records of all claims, each as one step of its own. Durable on return.
+
+        `change` is right to be made twice on a record. Raises as update(), with some changed.
+        """
+
     def hold(
         self, name: str, what: str, *, deadline_seconds: float | None = None
     ) -> AbstractContextManager[HeldRegister]:
@@ -65,11 +116,14 @@ class Registers(Protocol):
 
     def exchange(
         self, joining: dict[str, Device], staying: Collection[str], *, force: bool
-    ) -> AbstractContextManager[None]:
+    ) -> AbstractContextManager[Exchange]:
         """Nothing is updated while the block stores a new membership, and no other one is stored.
 
         Records are then known to a majority of `staying`, ids of the members to be, of which
         `joining` are not members yet. Raises RegistersUnavailable unless `force`.
+
+        Engines that do not lie on the devices go on updating records: there `settle` makes sure
+        that no other membership is stored.
         """
 
     def after_fork(self) -> None:
@@ -84,6 +138,11 @@ def bucket_of(key: str) -> int:
 def key_register(key: str) -> str:
     """The record of a key's claims."""
     return f"key-{bucket_of(key):04d}"
+
+
+def claim_registers() -> list[str]:
+    """The records of all claims."""
+    return [f"key-{number:04d}" for number in range(BUCKETS)]
 
 
 def repair_hold(key: str) -> str:
@@ -110,6 +169,10 @@ class LocalRegisters:
             self._records[name] = made
             return made
 
+    def update_all(self, change: ChangeOf, *, what: str) -> None:
+        for name in claim_registers():
+            self.update(name, partial(change, name), what=what)
+
     @contextmanager
     def hold(
         self, name: str, what: str, *, deadline_seconds: float | None = None
@@ -134,8 +197,8 @@ class LocalRegisters:
     @contextmanager
     def exchange(
         self, joining: dict[str, Device], staying: Collection[str], *, force: bool
-    ) -> Iterator[None]:
-        yield
+    ) -> Iterator[Exchange]:
+        yield NothingToSettle()
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
@@ -147,3 +210,10 @@ class NothingToKeep:
 
     def keep(self) -> None:
         """It is whole."""
+
+
+class NothingToSettle:
+    """An exchange in which what the devices hold decides."""
+
+    def settle(self, new: Successor) -> None:
+        """They will have it."""

@@ -26,6 +26,7 @@ from hpstore.cli.dataset_commands import datasets
 from hpstore.cli.health_commands import health
 from hpstore.cli.host_commands import hosts
 from hpstore.cli.memory_commands import memory
+from hpstore.cli.register_commands import registers
 
 Commands = dict[str, Callable[..., None]]
 
@@ -127,6 +128,7 @@ for _name, _made in {
     "memory": memory,
     "host": hosts,
     "cache": cache,
+    "registers": registers,
 }.items():
     app.add_typer(_made, name=_name, rich_help_panel=_GROUPS)
 _add(app, POOL, _POOL)

@@ -25,7 +25,8 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief
 
 FORMAT = 1
 SPREAD_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
-NEWEST_FORMAT = 3  # one of a pool with a key, whose files an older hpstore would not see
+KEY_FORMAT = 3  # one of a pool with a key, whose files an older hpstore would not see
+NEWEST_FORMAT = 4  # one with a place of registers, which an older hpstore would look for elsewhere
 MAX_RECORD_BYTES = 4 << 20  # readers refuse longer ones, which an attacker could have written
 MAX_DOMAIN_BYTES = 255
 IDENTITY_FILE = "hpstore.json"
@@ -183,6 +184,32 @@ PAST_DAYS = 7  # after which a device that was made up for is shown no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegisterPlace:
+    """Where the registers of a pool are. `url` as agreement/register_url.py reads it. `epoch`: what
+    every record that is valid there is marked with; each place, also the same one again, has its
+    own."""
+
+    url: str
+    epoch: str
+
+    def as_dict(self) -> Json:
+        """For a record."""
+        return {"url": self.url, "epoch": self.epoch}
+
+    @classmethod
+    def of(cls, body: object) -> RegisterPlace | None:
+        """From a record. Raises ValueError."""
+        if body is None:
+            return None
+        if not isinstance(body, dict) or len(url := str(body["url"])) > 2048:
+            raise ValueError("registers are no place")
+        epoch = str(body["epoch"])
+        if not re.fullmatch(r"[0-9a-f]{16}", epoch):
+            raise ValueError(f"{epoch[:40]!r} is no epoch of registers")
+        return cls(url=url, epoch=epoch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolRecord:
     """The membership (pool.json): PROTOCOL 14."""
 
@@ -197,6 +224,7 @@ class PoolRecord:
     evicted: tuple[Member, ...] = field(default=())
     spread: int | None = None  # most columns of an object that a failure domain holds: a bound
     key_id: str = ""  # fingerprint of the pool's key; "" for a pool that has none
+    registers: RegisterPlace | None = None  # None: on the devices, as in every new pool
 
     @property
     def order(self) -> tuple[int, str]:
@@ -266,8 +294,10 @@ class PoolRecord:
             ]
 
         old = FORMAT if self.spread is None else SPREAD_FORMAT
+        old = KEY_FORMAT if self.key_id else old
         return {
-            "format": NEWEST_FORMAT if self.key_id else old,
+            "format": old if self.registers is None else NEWEST_FORMAT,
+            **({} if self.registers is None else {"registers": self.registers.as_dict()}),
             **({} if self.spread is None else {"spread": self.spread}),
             **({"key": self.key_id} if self.key_id else {}),
             "pool": self.pool_id,
@@ -342,6 +372,7 @@ class PoolRecord:
                     evicted=members("evicted"),
                     spread=_spread(body),
                     key_id=str(body.get("key", "")),
+                    registers=RegisterPlace.of(body.get("registers")),
                 )
             )
         except MALFORMED as error:

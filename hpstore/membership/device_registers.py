@@ -19,12 +19,20 @@ from hpstore.agreement.register_slots import (
     CLAIMS,
     SLOT_BYTES,
     SlotEntry,
+    change_all,
     decode_entry,
     encode_entry,
     merge,
     range_of,
 )
-from hpstore.agreement.registers import Change, HeldRegister, Register
+from hpstore.agreement.registers import (
+    Change,
+    ChangeOf,
+    Exchange,
+    HeldRegister,
+    NothingToSettle,
+    Register,
+)
 from hpstore.devices.base import Device, Hold
 from hpstore.errors import MembershipError, RegistersUnavailable
 from hpstore.membership.device_locks import (
@@ -67,6 +75,28 @@ class DeviceRegisters:
         finally:
             self.locks.release(holds)
 
+    def update_all(self, change: ChangeOf, *, what: str) -> None:
+        """Under one lock, with one write of a device, or two while members are away."""
+        found, members = self._lock_range(*CLAIMS, what)
+        holds, need = found.holds, majority(members)
+        try:
+            images = {d: bytearray(hold.content) for d, hold in holds.items()}
+            away = len(holds) < len(members)
+            turns = change_all(images, change, begin=away)
+            for image in turns:
+                data = {d: (0, bytes(image[d])) for d in holds}
+                done = self.locks.write(holds, data, need)
+                for device in set(holds) - done:  # what is late there must not come after the rest
+                    self.locks.release({device: holds.pop(device)})
+                if len(done) < need:
+                    raise RegistersUnavailable(
+                        f"{what}: registers were written on {len(done)} of {len(members)} devices, "
+                        "more than half are needed. Objects are untouched; bring devices back and "
+                        "run it again."
+                    )
+        finally:
+            self.locks.release(holds)
+
     @contextmanager
     def hold(
         self, name: str, what: str, *, deadline_seconds: float | None = None
@@ -86,7 +116,7 @@ class DeviceRegisters:
     @contextmanager
     def exchange(
         self, joining: dict[str, Device], staying: Collection[str], *, force: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[Exchange]:
         what, record = "membership change", self._store.view.record
         found, members = self._lock_range(*CLAIMS, what, joining=joining, force=force)
         holds = found.holds
@@ -99,7 +129,7 @@ class DeviceRegisters:
                 )
             if set(staying) != set(members):
                 self._take_along(holds, staying, force=force)
-            yield
+            yield NothingToSettle()
         finally:
             self.locks.release(holds)
 

@@ -15,7 +15,9 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
+from hpstore.agreement.registers import Registers, Successor
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
 from hpstore.devices.opener import Opener, claim, make_place, remove_place, require_unused
@@ -40,6 +42,7 @@ from hpstore.format.records import (
     Identity,
     Member,
     PoolRecord,
+    RegisterPlace,
 )
 from hpstore.objects.context import PATIENCE, PoolContext
 
@@ -264,12 +267,18 @@ def roll_forward(store: PoolContext, record: PoolRecord) -> int:
 
 
 def commit_record(
-    store: PoolContext, new: PoolRecord, extra: Mapping[str, Device], *, force: bool
+    store: PoolContext,
+    new: PoolRecord,
+    extra: Mapping[str, Device],
+    *,
+    force: bool,
+    registers: Registers | None = None,
 ) -> None:
     """Write a successor record to old and new members. The caller holds the membership.
 
     While it is written no other process writes one, and it is refused unless it follows the newest
     record there is: a caller that was paused and has lost its hold cannot make a second successor.
+    `registers`: those that make sure of it, by default the pool's.
 
     Raises MembershipError before anything is written when too few devices answer (unless forced),
     or after, when too many failed in between; then the newest record decides at the next use.
@@ -277,8 +286,9 @@ def commit_record(
     old = store.view.record
     devices = writable_devices(store, new, extra, force=force)
     staying = [m.device_id for m in new.members]
-    with store.registers.exchange(dict(extra), staying, force=force):
+    with (registers or store.registers).exchange(dict(extra), staying, force=force) as exchange:
         _require_successor(store, new)
+        exchange.settle(successor_of(store, new))
         held = _write_record(store, new, devices)
     if force and held:
         _log.warning(
@@ -333,12 +343,27 @@ def _require_successor(store: PoolContext, new: PoolRecord) -> None:
         )
 
 
+def successor_of(store: PoolContext, new: PoolRecord) -> Successor:
+    """A membership that follows the one in use, for registers."""
+    return Successor(
+        order=new.order, parent=store.view.record.order, data=new.encode(store.pool_key)
+    )
+
+
 def _write_record(store: PoolContext, new: PoolRecord, devices: Mapping[str, Device]) -> set[str]:
-    """Write it to all; the devices that have it now."""
+    """Write it to all that have no newer one; the devices that have it now."""
     data = new.encode(store.pool_key)
+
+    def write(device_id: str) -> None:
+        device = devices[device_id]
+        if new.registers is not None and device_id in store.view.devices:  # no lock keeps others
+            newest = store.generation_on(device_id, device)
+            if newest > new.generation:
+                raise UnclearChange(f"{device.url} has generation {newest} already")
+        device.write_small(POOL_FILE, data)
+
     results = store.scheduler.gather(
-        {d: lambda d=d: devices[d].write_small(POOL_FILE, data) for d in devices},  # type: ignore[misc]
-        store.settings.device_deadline_seconds,
+        {d: partial(write, d) for d in devices}, store.settings.device_deadline_seconds
     )
     return {d for d, result in results.items() if not isinstance(result, Exception)}
 
@@ -347,6 +372,14 @@ def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRe
     """The next generation, in which one member has another state."""
     members = [replace(m, state=state) if m.device_id == device_id else m for m in record.members]
     return record.successor(members=members, evicted=record.evicted, nonce=secrets.token_hex(8))
+
+
+def with_registers(record: PoolRecord, place: RegisterPlace) -> PoolRecord:
+    """The next generation, which has its registers in another place."""
+    new = record.successor(
+        members=record.members, evicted=record.evicted, nonce=secrets.token_hex(8)
+    )
+    return replace(new, registers=place)
 
 
 def with_healed(record: PoolRecord, healed: Collection[str]) -> PoolRecord:

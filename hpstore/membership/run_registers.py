@@ -13,9 +13,19 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-from hpstore.agreement.registers import Change, HeldRegister, NothingToKeep, Register
+from hpstore.agreement.registers import (
+    Change,
+    ChangeOf,
+    Exchange,
+    HeldRegister,
+    NothingToKeep,
+    NothingToSettle,
+    Register,
+    claim_registers,
+)
 from hpstore.config import private_directory
 from hpstore.devices.base import Device
 from hpstore.errors import ConfigError, IntegrityError, RegistersForeign, RegistersUnavailable
@@ -24,9 +34,11 @@ from hpstore.format.untrusted_bytes import parsing
 from hpstore.locks import file_lock
 from hpstore.objects.context import PoolContext
 from hpstore.runtime.text_files import write_atomically
+from hpstore.runtime.threads import WorkerThreads
 
 TOKEN_FILE = "registers.json"
 _BYTES_MOST = 64 << 10
+_AT_ONCE = 8
 Place = tuple[str, str, str, str]  # token, machine, boot, directory
 
 
@@ -62,6 +74,13 @@ class RunRegisters:
             write_atomically(path, seal(body).decode())
             return made
 
+    def update_all(self, change: ChangeOf, *, what: str) -> None:
+        with WorkerThreads(_AT_ONCE, "hpstore-registers") as threads:  # each waits for its sync
+            for _ in threads.map(
+                lambda name: self.update(name, partial(change, name), what=what), claim_registers()
+            ):
+                pass
+
     @contextmanager
     def hold(
         self, name: str, what: str, *, deadline_seconds: float | None = None
@@ -75,9 +94,9 @@ class RunRegisters:
     @contextmanager
     def exchange(
         self, joining: dict[str, Device], staying: Collection[str], *, force: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[Exchange]:
         with self.hold("exchange", "membership change"):
-            yield
+            yield NothingToSettle()
 
     def after_fork(self) -> None:
         """Descriptors are opened for each use."""

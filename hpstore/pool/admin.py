@@ -38,6 +38,12 @@ from hpstore.objects.object_info import version_token
 from hpstore.objects.write.conditional_put import bar_puts
 from hpstore.objects.write.prewrite_files import prepare_space
 from hpstore.pool.pool_devices import PoolDevices
+from hpstore.pool.register_report import (
+    RegisterReport,
+    move_registers_to,
+    registers_report,
+    reset_registers_at,
+)
 from hpstore.pool.session import PoolSession
 from hpstore.pool.state_in_brief import state_in_brief
 from hpstore.pool.status import PoolStatus, pool_status
@@ -67,6 +73,29 @@ class PoolAdmin:
     def registers(self) -> PoolRegisters:
         """The locks and claims of the pool, shared by all processes that use it."""
         return self._session.registers
+
+    def registers_report(self) -> RegisterReport:
+        """Where the pool's registers are, and whether they answer. Changes nothing."""
+        self._session.require_open()
+        return registers_report(self._session)
+
+    def move_registers(self, url: str) -> RegisterReport:
+        """Move the registers, while processes use them: to etcd, to a store with conditional
+        writes, or back to the devices (docs/registers.md).
+
+        Durable on return. Raises ConfigError, with nothing changed, where the place does not
+        enforce conditional writes; RegistersUnavailable where it does not answer; MembershipError.
+        """
+        self._session.require_writable()
+        return move_registers_to(self._session, url)
+
+    def reset_registers(self, url: str = "", *, force: bool = False) -> RegisterReport:
+        """Make registers that are lost again, from what the devices know; by default at the same
+        URL. Raises MembershipError while the old ones answer, unless forced: what they hold is
+        then given up, as after a restore of etcd from a backup.
+        """
+        self._session.require_writable()
+        return reset_registers_at(self._session, url, force=force)
 
     @property
     def denied(self) -> frozenset[str]:

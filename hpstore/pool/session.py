@@ -408,10 +408,26 @@ class PoolSession(Closing):
         try:
             with self.registers.hold(MEMBERSHIP, "membership change"):
                 self.refresh()
+                self._finish_change()
                 roll_forward(self.store, self.store.view.record)
                 yield
         except RegistersUnavailable as error:
             raise MembershipError(str(error)) from error
+
+    def _finish_change(self) -> None:
+        """Bring to the devices what a process committed in registers outside, and died."""
+        outside = self.registers.outside()
+        if outside is None:
+            return
+        there = outside.committed("membership change")
+        if there.generation <= self.store.view.record.generation:
+            return
+        where = "the membership in the registers"
+        roll_forward(
+            self.store,
+            PoolRecord.decode(there.data, where=where, pool_key=self.store.pool_key),
+        )
+        self.refresh()
 
     def _repair_lock(self, key: str) -> AbstractContextManager[object]:
         """One repair of a key at a time."""
@@ -454,6 +470,7 @@ class PoolSession(Closing):
         if self._repairer is not None:
             self._repairer.join(10.0)
         devices = self.store.view.devices
+        self.registers.close()
         self.store.scheduler.close(at_end={d: device.close for d, device in devices.items()})
         self.store.buffers.clear()
 

@@ -1,0 +1,50 @@
+"""Registers outside of a pool's devices, as its record names them."""
+
+from __future__ import annotations
+
+from hpstore.agreement.etcd_gateway import EtcdGateway, TlsFiles
+from hpstore.agreement.register_url import DEVICES, EtcdUrl, parse_register_url
+from hpstore.agreement.s3_records import S3Records
+from hpstore.agreement.swap_registers import SwapRegisters
+from hpstore.agreement.swap_store import SwapStore
+from hpstore.errors import ConfigError
+from hpstore.format.records import RegisterPlace
+from hpstore.objects.context import PoolContext
+
+HOLD_SECONDS = 15.0  # a hold that stands still for so long is taken over
+
+
+def is_outside(place: RegisterPlace) -> bool:
+    """Whether it is not on the devices."""
+    return place.url != DEVICES
+
+
+def swap_store(store: PoolContext, place: RegisterPlace) -> SwapStore:
+    """The store of a place. Raises ConfigError; asks nothing of it yet."""
+    settings = store.settings
+    url = parse_register_url(place.url)
+    prefix = f"{store.view.record.pool_id}/{place.epoch}"
+    if isinstance(url, EtcdUrl):
+        tls = TlsFiles(
+            authority=settings.registers_ca_file,
+            certificate=settings.registers_certificate_file,
+            private_key=settings.registers_key_file,
+        )
+        return EtcdGateway(url, prefix, tls)
+    if url is None:
+        raise ConfigError(f"{place.url} is not outside of the devices")
+    return S3Records(url, prefix)
+
+
+def outside_registers(store: PoolContext, place: RegisterPlace) -> SwapRegisters:
+    """The registers of a place. Raises ConfigError; asks nothing of it yet."""
+    settings = store.settings
+    return SwapRegisters(
+        swap_store(store, place),
+        store.clock,
+        where=place.url,
+        deadline_seconds=settings.registers_deadline_seconds,
+        hold_seconds=HOLD_SECONDS,
+        lock_deadline_seconds=settings.lock_deadline_seconds,
+        metrics=store.metrics,
+    )
