@@ -22,6 +22,7 @@ import tomlkit
 from hpstore.errors import ConfigError
 from hpstore.format.device_urls import has_secrets
 from hpstore.format.pool_key import PoolKey, parse_pool_key
+from hpstore.format.store_settings import StoreSettings, as_tables, parse_stores
 from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.runtime.rights import denied_path, group_number, rights_hint
 from hpstore.runtime.text_files import read_text_file, without_link, write_atomically
@@ -177,6 +178,7 @@ class PoolConfig:
     settings: Settings = field(default_factory=Settings)
     agent: Mapping[str, object] = field(default_factory=dict)  # as written; hpstore.agent reads it
     key: PoolKey | None = field(default=None, repr=False)  # None: a pool that has none
+    stores: Mapping[str, StoreSettings] = field(default_factory=dict)  # by name; no secrets
 
 
 def home(instead: str) -> Path:
@@ -254,7 +256,8 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     except MALFORMED as error:  # nested too deep, a number too long
         raise ConfigError(f"{file} is not TOML: {error}") from error
-    _check_names(document, ("name", "devices", "key", "settings", "advanced", "agent"), file)
+    tables = ("settings", "advanced", "agent", "stores")
+    _check_names(document, ("name", "devices", "key", *tables), file)
     devices, raw = document.get("devices"), document.get("settings", {})
     if not isinstance(devices, list) or not all(isinstance(d, str) for d in devices) or not devices:
         raise ConfigError(f"{file}: devices must be a list of paths or URLs")
@@ -273,7 +276,23 @@ def load_config(path: str | os.PathLike[str]) -> PoolConfig:
         settings=parse_settings(raw, where=str(file)),
         agent=agent,
         key=parse_pool_key(document["key"], where=str(file)) if "key" in document else None,
+        stores=parse_stores(document.get("stores", {}), where=str(file)),
     )
+
+
+def read_stores(
+    stores: str | os.PathLike[str] | Mapping[str, object] | None,
+) -> dict[str, StoreSettings]:
+    """[stores.NAME] of a TOML file, or as tables. Raises ConfigError."""
+    if stores is None or isinstance(stores, Mapping):
+        return parse_stores(stores or {}, where="stores")
+    try:
+        document = tomllib.loads(read_text_file(stores))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{os.fspath(stores)} cannot be read: {error}") from error
+    except MALFORMED:  # its text would repeat what may be a secret
+        raise ConfigError(f"{os.fspath(stores)} is not TOML") from None
+    return parse_stores(document.get("stores", {}), where=os.fspath(stores))
 
 
 def default_name(path: Path) -> str:
@@ -368,6 +387,8 @@ def save_config(config: PoolConfig) -> None:
         document.add("devices", array)
         for table, changed in _changed(config.settings).items():
             document.add(table, tomlkit.item(changed))
+        if config.stores:
+            document.add("stores", tomlkit.item(as_tables(config.stores)))
     try:
         write_atomically(
             config.path,

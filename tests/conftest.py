@@ -16,6 +16,7 @@ import hpstore
 from hpstore.config import Settings
 from hpstore.devices import reserve
 from hpstore.units import MIB
+from tests.s3_servers import S3Server, needed
 from tests.thorough import LONG
 
 # the contract's assertions show their values, as those in test files do
@@ -57,6 +58,16 @@ def pytest_collection_finish() -> None:
     0.2 s, of which a run makes hundreds. What tests make it sees as ever."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3 server of this run; without the program, a skip that says so."""
+    if lack := needed():
+        pytest.skip(lack)
+    server = S3Server(tmp_path_factory.mktemp("s3") / "server")
+    yield server
+    server.stop()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpstore.agent.agent_config import AgentConfig
 from hpstore.config import Settings
+from hpstore.format.store_settings import StoreSettings
 from hpstore.health.policy.states import PolicyConfig
 from hpstore.units import GIB, KIB, MIB
 
@@ -41,18 +42,39 @@ They may stand in the table of the plain settings, too, as they do in older file
 """
 
 
+_STORES = """
+An object store that device URLs name, as in `s3://NAME@bucket/prefix`.
+Secrets do not belong in this file: `credentials` says where they are.
+
+```toml
+devices = ["s3://east@pool-0/main", "s3://east@pool-1/main", "s3://west@pool-0/main"]
+
+[stores.east]
+endpoint = "https://s3.east.example.org"
+region = "us-east-1"
+credentials = "env:EAST"          # EAST_ACCESS_KEY_ID, EAST_SECRET_ACCESS_KEY
+
+[stores.west]
+endpoint = "https://s3.west.example.org:9000"
+credentials = "profile:west"      # of ~/.aws/credentials
+capacity_bytes = "10TiB"
+```
+"""
+
+
 def page() -> str:
     """The whole page; tests/unit/test_settings_page.py compares it with the one that is kept."""
     parts = [_HEAD]
     for title, owner, advanced in (
         ("`[settings]`", Settings, False),
+        ("`[stores.NAME]`", StoreSettings, None),
         ("`[agent]`", AgentConfig, False),
         ("`[advanced]`", Settings, True),
         ("`[agent.advanced]`", AgentConfig, True),
         ("`[agent.policy]`", PolicyConfig, True),
     ):
         rows = [row for row in fields(owner) if row.metadata.get("advanced") is advanced]
-        text = _ADVANCED if title == "`[advanced]`" else ""
+        text = {"`[advanced]`": _ADVANCED, "`[stores.NAME]`": _STORES}.get(title, "")
         parts.append(f"\n## {title}\n{text}\n| key | default | meaning |\n| --- | --- | --- |\n")
         parts += [f"| `{row.name}` | {default(row)} | {row.metadata['text']} |\n" for row in rows]
     return "".join(parts)

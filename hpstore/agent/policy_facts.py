@@ -95,8 +95,12 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
 
 
 def _spare_capacity(sighting: Sighting) -> bool:
-    """Whether what the fullest member holds fits on the others."""
-    rows = [seen for seen in sighting.seen.values() if seen.answers and seen.total_bytes]
+    """Whether what the fullest member holds fits on the others. Stores that do not say what space
+    they have take what comes."""
+    answering = [seen for seen in sighting.seen.values() if seen.answers]
+    rows = [seen for seen in answering if seen.total_bytes]
+    if len(answering) > max(1, len(rows)):
+        return True
     if len(rows) < 2:
         return False
     fullest = max(rows, key=lambda seen: seen.total_bytes - seen.free_bytes)

@@ -38,6 +38,13 @@ def bench_train(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_remote(options: Options) -> dict[str, object]:
+    """hpstore/benchmarks/remote_bench.py; needs an S3 server, named by the environment."""
+    from hpstore.benchmarks.remote_bench import bench_remote as run
+
+    return run(options)
+
+
 def bench_health(options: Options) -> dict[str, object]:
     """hpstore/benchmarks/health/health_bench.py; makes devices of its own."""
     from hpstore.benchmarks.health.health_bench import bench_health as run
@@ -60,6 +67,7 @@ BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "health": bench_health,
     "hosts": bench_hosts,
     "loader": bench_loader,
+    "remote": bench_remote,
     "train": bench_train,
 }
 DEFAULT_BYTES = {
@@ -70,6 +78,7 @@ DEFAULT_BYTES = {
     "health": 0,
     "hosts": GIB,
     "loader": 200_000 * 12 * KIB,
+    "remote": 64 * MIB,
     "train": 0,
 }
 SMALL_BYTES = 24 * MIB

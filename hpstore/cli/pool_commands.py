@@ -54,6 +54,9 @@ def create(
         list[str] | None, typer.Option(help="failure domain of each device, in their order")
     ] = None,
     allow_root_disk: AllowRootDisk = False,
+    stores: Annotated[
+        Path | None, typer.Option(help="a TOML file with [stores.NAME], for s3://NAME@bucket URLs")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make a pool and write its pool.toml.
@@ -71,6 +74,7 @@ def create(
         unit_bytes=unit,
         settings=sharing(group, mode),
         allow_root_disk=allow_root_disk,
+        stores=stores,
     )
     if name is not None and os.environ.get(VARIABLE):
         sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from hpstore.cli.output import StdoutConsole
 from hpstore.cli.pool_verdict import AgentSight, Level, Verdict, judged, number, verdict_of
+from hpstore.devices.remote_opener import S3FS
 from hpstore.membership.device_places import sharing_note
 from hpstore.node_memory.kept_datasets import NodeMemory
 from hpstore.pool.status import DeviceStatus, PoolStatus
@@ -71,12 +72,21 @@ def show_verdict(name: str, verdict: Verdict, agent: str, width: int) -> None:
     StdoutConsole(highlight=False, soft_wrap=True).print(Text(gap).join([head, *map(Text, rest)]))
 
 
+def _space(status: PoolStatus) -> str:
+    room = f"room for {format_bytes(status.usable_bytes)} of data"
+    if not status.room_known:
+        room = "room not known (stores without capacity_bytes)"
+    if not status.capacity_bytes:
+        return room
+    share = status.used_bytes / status.capacity_bytes
+    used = f"{format_bytes(status.used_bytes)} of {format_bytes(status.capacity_bytes)}"
+    return f"disks {used} used ({share:.0%}), {room}"
+
+
 def _figures(status: PoolStatus, scrubbed_ms: int | None, width: int) -> str:
     """Space, objects, the last scrub."""
-    share = status.used_bytes / status.capacity_bytes if status.capacity_bytes else 0.0
     parts = [
-        f"disks {format_bytes(status.used_bytes)} of {format_bytes(status.capacity_bytes)} used "
-        f"({share:.0%}), room for {format_bytes(status.usable_bytes)} of data",
+        _space(status),
         f"objects {status.objects:,}: {status.degraded:,} short of parity, "
         f"{status.unreadable:,} unreadable"
         if status.objects
@@ -204,6 +214,11 @@ def _latencies(seen: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
 def _warnings(status: PoolStatus, agent: AgentSight | None) -> list[str]:
     """What is wrong beside the verdict."""
     lines = [f"WARNING {text}" for text in (() if agent is None else agent.warnings)]
+    if slow := sum(d.driver == S3FS for d in status.devices):
+        lines.append(
+            f"{slow} devices are reached through s3fs, which reads several times as slowly as "
+            "obstore: pip install 'hpstore[s3]', or see the log for why it is not used"
+        )
     lines += [
         f"{count} of the degraded objects are rebuilt last: {why}"
         for why, count in status.expiring.items()
@@ -237,8 +252,10 @@ def _details(status: PoolStatus) -> list[str]:
         f"{status.debts} debts; can shrink by {status.can_shrink_by} devices with full parity",
     ]
     lines += [
-        f"{d.device[:8]}  domain {d.domain}, {d.mode or 'no'} I/O, {format_bytes(d.kept_bytes)} in "
-        f"kept files, {format_bytes(d.total_bytes)} in all"
+        f"{d.device[:8]}  domain {d.domain}, {d.mode or 'no'} I/O"
+        + (f" by {d.driver}" if d.driver else "")
+        + f", {format_bytes(d.kept_bytes)} in kept files, "
+        + (f"{format_bytes(d.total_bytes)} in all" if d.total_bytes else "size not known")
         for d in status.devices
     ]
     ways = Counter(device.known_by for device in status.devices if device.known_by)

@@ -64,12 +64,17 @@ class DirectoryEntry(NamedTuple):
 class Usage:
     """Space on a device: bytes, and files and directories where their number is limited."""
 
-    total: int
+    total: int  # 0: not known, as of a store without a quota; then nothing counts as full
     free: int  # what new files may take, kept ones given up
     kept: int = 0  # of it in files that are kept for overwriting
     inodes: int = 0  # 0: not limited, or not known
     free_inodes: int = 0
     read_only: bool = False  # mounted so; a filesystem that refuses writes need not say it
+
+    @property
+    def known(self) -> bool:
+        """Whether the device says what space it has."""
+        return self.total > 0
 
 
 class ReadHandle(Protocol):

@@ -17,7 +17,7 @@ from hpstore.devices.base import DIRECTORIES, READABLE, REGISTERS, RELEASED, Dev
 from hpstore.devices.file_handles import ESCAPED_NAMES
 from hpstore.devices.horizon_guard import HORIZON, MARK
 from hpstore.devices.local import LocalDevice
-from hpstore.devices.remote import RemoteDevice
+from hpstore.devices.remote_opener import open_remote
 from hpstore.errors import (
     ConfigError,
     DeviceDenied,
@@ -33,6 +33,7 @@ from hpstore.format.host_calls import SCHEME
 from hpstore.format.keys import OBJECTS
 from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
+from hpstore.format.store_settings import StoreSettings
 from hpstore.runtime.deadline_wait import Patience
 from hpstore.runtime.scheduler import Scheduler
 
@@ -81,11 +82,16 @@ class Proof:
         return frozenset(url for url, error in errors.items() if is_denied(error))
 
 
-def device_opener(settings: Settings, listed: Callable[[], Collection[str]] = tuple) -> Opener:
-    """How URLs become devices: a path or file:// is local, hpd:// a disk of another
-    host, any other URL goes through fsspec.
+def device_opener(
+    settings: Settings,
+    listed: Callable[[], Collection[str]] = tuple,
+    stores: Callable[[], Mapping[str, StoreSettings]] = dict,
+) -> Opener:
+    """How URLs become devices: a path or file:// is local, hpd:// a disk of another host, any
+    other URL is remote.
 
-    `listed`: URLs of the settings, with the passwords that are shown nowhere else.
+    `listed`: URLs of the settings, with the passwords that are shown nowhere else. `stores`: those
+    that the settings name.
     Raises ConfigError where Python would write names to disk in another encoding than UTF-8.
     """
     _require_utf8_names()
@@ -95,7 +101,11 @@ def device_opener(settings: Settings, listed: Callable[[], Collection[str]] = tu
             return _host_device(url, settings)
         if "://" in url and not url.startswith("file://"):
             whole = {without_secrets(known): known for known in listed()}
-            return RemoteDevice(url if has_secrets(url) else whole.get(url, url))
+            return open_remote(
+                url if has_secrets(url) else whole.get(url, url),
+                stores(),
+                deadline_seconds=settings.device_deadline_seconds,
+            )
         path = url.removeprefix("file://")
         if os.path.exists(path) and not os.path.isdir(path):
             raise ConfigError(f"device {path} is not a directory")

@@ -6,7 +6,7 @@ import contextlib
 import io
 import secrets
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import fsspec
@@ -22,6 +22,7 @@ from hpstore.devices.horizon_guard import (
     encode_counter,
     risen,
 )
+from hpstore.devices.store_quota import StoreQuota
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.format.device_urls import without_secrets, without_secrets_of
 from hpstore.format.pool_key import PoolKey
@@ -39,7 +40,16 @@ class RemoteDevice:
     `sync` and `sync_directory` have nothing to do; locks do not exist, so files are not recycled.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        opened_as: str = "",
+        options: Mapping[str, Any] | None = None,
+        capacity_bytes: int = 0,
+    ) -> None:
+        """`opened_as`: the URL for fsspec where `url` is one of a named store; `options`: for the
+        filesystem, shown nowhere; `capacity_bytes`: its quota, 0 where that is not known."""
         shown = without_secrets(url)
         self.url, self.mode, self.folds_names = shown, "remote", False
         self.memory_alignment = 1
@@ -47,7 +57,10 @@ class RemoteDevice:
         self._fs: Any
         try:
             self._fs, root = fsspec.core.url_to_fs(
-                url, use_listings_cache=False, skip_instance_cache=False
+                opened_as or url,
+                use_listings_cache=False,
+                skip_instance_cache=False,
+                **(options or {}),
             )
         except (OSError, ValueError, ImportError) as error:
             reason = without_secrets_of(url, str(error))
@@ -56,6 +69,12 @@ class RemoteDevice:
                 f"device {shown} cannot be opened: {reason}", device=shown
             ) from cause
         self._base = root.rstrip("/")
+        self.driver = f"fsspec {type(self._fs).__name__}"
+        self._counts = capacity_bytes > 0
+        self._quota = StoreQuota(shown, capacity_bytes, self._sizes)
+
+    def _sizes(self) -> Iterator[int]:
+        return (int(row["size"]) for row in self._fs.find(self._base, detail=True).values())
 
     def _path(self, path: str) -> str:
         return f"{self._base}/{path}"
@@ -70,6 +89,7 @@ class RemoteDevice:
             try:
                 self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
                 self._put_once(path, source)
+                self._quota.changed(source.tell())
             except (FileNotFoundError, FileExistsError) as error:  # a pruner is at the directory
                 if attempt == _PUT_TRIES - 1:
                     raise DeviceMissing(
@@ -188,7 +208,9 @@ class RemoteDevice:
 
     def delete(self, path: str) -> None:
         try:
+            held = self._fs.info(self._path(path))["size"] if self._counts else 0
             self._fs.rm_file(self._path(path))
+            self._quota.changed(-int(held))
         except FileNotFoundError:
             return
         except OSError as error:
@@ -221,7 +243,7 @@ class RemoteDevice:
         return 0
 
     def usage(self) -> Usage:
-        return Usage(total=1 << 50, free=1 << 50)
+        return self._quota.usage()
 
     def hold(self, offset: int, nbytes: int) -> Hold:
         raise DeviceError(f"device {self.url} is a store: it has no locks", device=self.url)

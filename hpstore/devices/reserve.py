@@ -48,6 +48,8 @@ def shortage(usage: Usage, *, file_bytes: int = 0, inodes: int = 1) -> str:
     `file_bytes`: of its file, 0 for one of any size. For an error: how much is free, and how much
     of it is kept.
     """
+    if not usage.known:
+        return ""  # the device itself says when a write does not fit
     spare_bytes, spare_inodes = usage.free - file_bytes, usage.free_inodes - inodes
     if spare_bytes > RESERVE_BYTES_MOST and (
         spare_inodes > RESERVE_INODES_MOST or not usage.inodes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from hpstore.config import (
     Settings,
     default_name,
     find_config,
+    read_stores,
     register,
     require_new,
     save_config,
@@ -46,6 +47,7 @@ def create_pool(
     unit_bytes: int = MIB,
     settings: Settings | None = None,
     allow_root_disk: bool = False,
+    stores: str | os.PathLike[str] | Mapping[str, Mapping[str, object]] | None = None,
 ) -> Pool:
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
@@ -72,6 +74,9 @@ def create_pool(
         None for the defaults.
     allow_root_disk
         Also where a mount seems to be missing and a device would lie on the system's disk.
+    stores
+        Object stores that URLs name, as s3://NAME@bucket/prefix: tables of `endpoint`, `region`,
+        `credentials` and so on by name, or a TOML file with [stores.NAME]; pool.toml gets them.
     """
     chosen, path = choose_scheme(data, parity, scheme), Path(config).absolute()
     _require_creatable(path, name, settings)
@@ -84,6 +89,7 @@ def create_pool(
         devices=tuple(urls),
         settings=settings or Settings(),
         key=new_pool_key(),
+        stores=read_stores(stores),
     )
     _make_members(made, chosen, domains, unit_bytes)
     if name is not None:
@@ -102,7 +108,7 @@ def _make_members(
         record = create_members(
             list(made.devices),
             None if domains is None else list(map(check_domain, domains)),
-            device_opener(made.settings),
+            device_opener(made.settings, stores=lambda: made.stores),
             made,
             data=scheme.data,
             parity=scheme.parity,

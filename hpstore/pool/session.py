@@ -27,6 +27,7 @@ from hpstore.devices.opener import (
     prove,
     same_form,
 )
+from hpstore.devices.remote_opener import S3FS, driver_of
 from hpstore.errors import (
     AlreadyClosed,
     ConfigError,
@@ -102,7 +103,9 @@ class PoolSession(Closing):
         unless given."""
         require_key_to_write(config, read_only=read_only)
         self.config, self.read_only = config, read_only
-        self.opener = opener or device_opener(config.settings, lambda: self.config.devices)
+        self.opener = opener or device_opener(
+            config.settings, lambda: self.config.devices, lambda: self.config.stores
+        )
         self._options = (threads, erasure_backend)
         self.store = self._open_store(clock or SystemClock(), threads, erasure_backend)
         watched = config.settings.health and threads if monitor is None else monitor
@@ -168,6 +171,8 @@ class PoolSession(Closing):
             pool_key=config.key,
         )
         _note_read_only(store, opened.read_only)
+        if slow := sum(driver_of(device) == S3FS for device in store.view.devices.values()):
+            store.metrics.count("devices_through_s3fs_total", slow)
         return store
 
     def _make_locks(self) -> None:
@@ -217,8 +222,8 @@ class PoolSession(Closing):
             store, view = self.store, self.store.view
             record = newest_record(store)
             if self.config.path.exists():
-                known = load_config(self.config.path).devices
-                self.config = replace(self.config, devices=known)
+                known = load_config(self.config.path)
+                self.config = replace(self.config, devices=known.devices, stores=known.stores)
             wanted = {m.device_id for m in record.members}
 
             def rests(device_id: str, device: Device) -> bool:

@@ -3,7 +3,7 @@ keys."""
 
 from __future__ import annotations
 
-from hpstore.devices.base import Device
+from hpstore.devices.base import Device, Usage
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.units import format_bytes
 
@@ -12,15 +12,16 @@ def state_in_brief(store: PoolContext, name: str) -> str:
     """Devices that answer now, room, and the losses that the pool still bears. Asks each device,
     with a deadline."""
 
-    def free_bytes(device_id: str, device: Device) -> int:
+    def look(device_id: str, device: Device) -> Usage:
         store.generation_on(device_id, device)
-        return device.usage().free
+        return device.usage()
 
-    answers = store.each(store.view.devices, free_bytes, patience=PATIENCE)
-    free = [answer for answer in answers.values() if isinstance(answer, int)]
-    silent = {device for device, answer in answers.items() if not isinstance(answer, int)}
+    answers = store.each(store.view.devices, look, patience=PATIENCE)
+    found = [answer for answer in answers.values() if isinstance(answer, Usage)]
+    free = [usage.free for usage in found if usage.known]
+    silent = {device for device, answer in answers.items() if not isinstance(answer, Usage)}
     room = f"{format_bytes(min(free))} free on the fullest, " if free else ""
     return (
-        f"pool {name!r}: {len(free)} of {len(store.view.record.members)} devices answer, {room}"
+        f"pool {name!r}: {len(found)} of {len(store.view.record.members)} devices answer, {room}"
         f"{store.view.may_leave(silent)} further losses tolerated"
     )

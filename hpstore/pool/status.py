@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from hpstore.devices.base import Device, Usage
 from hpstore.devices.io_uring import problem as ring_problem
 from hpstore.devices.opener import RELEASED_NOTE
+from hpstore.devices.remote_opener import driver_of
 from hpstore.devices.reserve import reserve_bytes, shortage
 from hpstore.errors import DeviceError, DeviceReadOnly
 from hpstore.format.records import DeviceState, Member, shown_members
@@ -47,6 +48,7 @@ class DeviceStatus:
     health: str  # as this process judges it: online, suspect, sitout ...; else as another one does
     score: float  # of its slowness: above 10 it is suspect
     reason: str  # of what is held against it now
+    driver: str = ""  # of a store: what it is reached by, obstore or fsspec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class PoolStatus:
     debts: int
     used_bytes: int  # of capacity_bytes, by whatever lies there
     capacity_bytes: int  # of all devices that answer; what shares a filesystem counts once
-    usable_bytes: int  # object bytes that still fit, at the geometry of now
+    usable_bytes: int  # object bytes that still fit, at the geometry of now; see room_known
+    room_known: bool  # False: stores without a quota could take more than anybody knows
     can_shrink_by: int  # devices that may go before new data loses its full parity
     read_only: bool
     authenticated: bool  # files carry MACs of the pool's key; without, a device can forge them
@@ -152,6 +155,7 @@ def device_status(
                 health=health,
                 score=0.0 if sight is None else sight.score,
                 reason=reason,
+                driver="" if device is None else driver_of(device),
             )
         )
     return rows
@@ -205,7 +209,12 @@ def _state(store: PoolContext, member: Member, found: object) -> str:
 
 def usable_bytes(devices: Sequence[DeviceStatus], data: int, width: int) -> int:
     """Object bytes that still fit: each stripe takes `width` different devices, and what devices
-    on one filesystem have free is there once. Without what is left for deletes. 0 for `data` 0."""
+    on one filesystem have free is there once. Without what is left for deletes. 0 for `data` 0, and
+    where devices that do not say what they have could take all."""
+    unsaid = sum(not d.total_bytes for d in devices)
+    devices, width = [d for d in devices if d.total_bytes], width - unsaid
+    if width < 1:
+        return 0
     filesystems = [filesystem_of(d.url) or d.device for d in devices]
     sharing = Counter(filesystems)
     free = sorted(
@@ -289,6 +298,7 @@ def pool_status(
         debts=len(read_debts(store)),
         used_bytes=capacity - free,
         capacity_bytes=capacity,
+        room_known=sum(not d.total_bytes for d in room) < effective + record.parity,
         usable_bytes=usable_bytes(room, effective, effective + record.parity),
         can_shrink_by=max(0, usable - record.parity - 1),
         read_only=store.read_only,

@@ -8,6 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpstore.devices.base import Usage
+from hpstore.devices.reserve import shortage
 from hpstore.pool.status import DeviceStatus, usable_bytes
 
 
@@ -18,7 +20,7 @@ def device(number: int, free: int) -> DeviceStatus:
         state="online",
         mode="memory",
         domain="",
-        total_bytes=0,
+        total_bytes=99,  # of which nothing is kept for deletes
         free_bytes=free,
         kept_bytes=0,
         rebuilt=False,
@@ -51,3 +53,19 @@ def test_devices_on_one_filesystem_have_its_room_once(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
     devices = [replace(device(i, 1000), url=str(tmp_path / str(i))) for i in range(4)]
     assert usable_bytes(devices, 3, 4) == 750
+
+
+def test_devices_that_do_not_say_what_they_have_are_no_limit() -> None:
+    """Each takes a unit of every stripe; the others bound what fits, and where there are none left
+    nothing is known."""
+    known = [device(number, 10) for number in range(2)]
+    unsaid = [replace(device(number, 0), total_bytes=0) for number in range(2, 5)]
+    assert usable_bytes([*known, *unsaid], 3, 5) == 10 * 3
+    assert usable_bytes([*known, *unsaid], 2, 4) == 20 * 2
+    assert usable_bytes([*known, *unsaid], 1, 3) == usable_bytes(unsaid, 1, 3) == 0
+
+
+def test_a_device_that_does_not_say_what_it_has_is_not_full() -> None:
+    """The store itself says when a write does not fit."""
+    assert shortage(Usage(total=0, free=0), file_bytes=1 << 40) == ""
+    assert shortage(Usage(total=1 << 30, free=0)) != ""
