@@ -12,6 +12,7 @@ import pytest
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.health import health_cost, health_slow
 from hpstore.benchmarks.health.health_bench import CASES, QUICK, bench_health, cases_named
+from hpstore.benchmarks.health.health_durability import _row
 from hpstore.benchmarks.health.health_forecast import NOT_RUN, forecast_case, forecast_verdicts
 from hpstore.benchmarks.health.health_reads import ForegroundReads, Objects
 from hpstore.benchmarks.health.health_rebuild import Healed, HealingFailed, Rebuild, _verdicts
@@ -25,6 +26,7 @@ from hpstore.benchmarks.health.health_rig import (
     real_devices_problem,
 )
 from hpstore.benchmarks.health.health_slow import seconds_until, spoken, take
+from hpstore.durability import Estimate
 from hpstore.errors import ConfigError
 from hpstore.health.forecast.alarm_scores import AlarmOutcome, Interval
 from hpstore.health.forecast.calibration import Reliability
@@ -245,6 +247,18 @@ def test_probabilities_that_are_twice_off_miss_their_bar(predicted: float, met: 
     """In either direction."""
     rows = forecast_verdicts(evaluation("sum", predicted, model=0.4, rule=0.4, sum=0.4))
     assert rows["probabilities"]["met"] is met
+
+
+def test_durability_figures_lie_where_simulations_do() -> None:
+    """All four meet their bar; a figure that is twice as high does not."""
+    found = bench_health(Options(directory=None, size_bytes=0, repeats=1, cases="durability"))
+    rows = found["durability"]
+    assert isinstance(rows, dict)
+    assert len(rows) == 4
+    assert not found["not_met"]
+    low, high = rows["independent"]["simulated_95"]
+    wrong = _row(2 * rows["independent"]["formula"], Estimate(value=low, low=low, high=high))
+    assert wrong["met"] is False
 
 
 def test_without_files_no_forecast_is_made() -> None:

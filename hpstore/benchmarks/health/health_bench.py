@@ -9,6 +9,7 @@ saves                                  checkpoints meanwhile (health_saves.py)
 overhead                               what the monitor costs a loader (health_cost.py)
 rebuild                                bandwidth, and p99 of a foreground (health_rebuild.py)
 forecast                               failures, on files of the user's (health_forecast.py)
+durability                             formulae against simulations (health_durability.py)
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from hpstore.benchmarks.harness.measure import Options, unmet
 from hpstore.benchmarks.harness.raw_devices import workspace
 from hpstore.benchmarks.health import health_detector as detector
 from hpstore.benchmarks.health.health_cost import MODES, cost_case
+from hpstore.benchmarks.health.health_durability import durability_case
 from hpstore.benchmarks.health.health_forecast import forecast_case
 from hpstore.benchmarks.health.health_peers import RULES, DetectionRule, HpstoreDetector
 from hpstore.benchmarks.health.health_reads import Objects
@@ -59,7 +61,7 @@ from hpstore.units import GIB, MIB
 _log = logging.getLogger(__name__)
 MADE_UP = ("slow", "healthy", "load", "hang", "telemetry")
 ON_DEVICES = ("window", "global", "reads", "saves", "overhead", "rebuild")
-CASES = (*MADE_UP, *ON_DEVICES, "forecast")
+CASES = (*MADE_UP, *ON_DEVICES, "forecast", "durability")
 RUNS_A_REPEAT = 4
 MOST_REPEATS = 3  # of saves and rebuilds: half a minute each
 LAID_ANEW = 1
@@ -112,6 +114,8 @@ def bench_health(options: Options) -> dict[str, object]:
                 run.on_devices(rig)
         if "forecast" in run.chosen:
             run.keep("forecast", forecast_case(options.drive_stats))
+        if "durability" in run.chosen:
+            run.keep("durability", durability_case())
     return run.results
 
 
