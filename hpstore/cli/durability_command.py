@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hpstore.cli import durability_options as given
@@ -10,6 +12,8 @@ from hpstore.cli.durability_report import DurabilityReport, show_report
 from hpstore.cli.options import DataUnits, Json, ParityUnits, SchemeText
 from hpstore.cli.output import emit_json
 from hpstore.durability import (
+    HOURS_PER_YEAR,
+    MOST_EVENTS,
     Estimate,
     Group,
     Losses,
@@ -17,6 +21,7 @@ from hpstore.durability import (
     SharedBandwidth,
     compare,
     crossings_per_year,
+    hazard_per_year,
     losses_per_year,
     regular_tree,
     sample_crossings,
@@ -174,7 +179,11 @@ def _losses(options: DurabilityOptions, sectors: Sectors | None) -> Losses:
     def total(group: Group) -> float:
         if not options.causes:
             return total_per_year(group, sectors)
-        found = _shared(group, options, group.parity)
+        most = max(cause.events_per_year for cause in options.causes)
+        if most * group.repair_hours / HOURS_PER_YEAR > MOST_EVENTS:
+            return math.inf  # when the longest repair time is looked for
+        tree = regular_tree(group, options.causes)
+        found = hazard_per_year(tree, repair_hours=group.repair_hours, lost=group.parity)
         return found + (_lost_to(sectors, group, 1, options) or 0.0)
 
     return total

@@ -3,11 +3,13 @@
 from hpstore.durability.domain_sampling import sample_crossings
 from hpstore.durability.failure_domains import (
     DOMAIN,
+    MOST_EVENTS,
     DomainDevice,
     FailureDomain,
     SharedCause,
     crossings_per_year,
     domain_tree,
+    hazard_per_year,
     regular_tree,
 )
 from hpstore.durability.independent_failures import (
@@ -34,6 +36,7 @@ from hpstore.durability.shared_repair import SharedBandwidth, rebuild_hours
 __all__ = [
     "DOMAIN",
     "HOURS_PER_YEAR",
+    "MOST_EVENTS",
     "SCHEMES",
     "DomainDevice",
     "Estimate",
@@ -49,6 +52,7 @@ __all__ = [
     "compare",
     "crossings_per_year",
     "domain_tree",
+    "hazard_per_year",
     "in_a_year",
     "longest_repair_hours",
     "losses_per_year",

@@ -27,9 +27,11 @@ from hpstore.durability.independent_failures import HOURS_PER_YEAR, Group
 from hpstore.errors import ConfigError
 
 Floats = NDArray[np.float64]
+_HALF = 0.5
+_DEAD = 1e-18  # probability of a device to live
 _LEAST = 1e-26  # probability of a number of events that is still counted
 DOMAIN = "domain"  # the kind of the failure domains that a pool knows
-_MOST_EVENTS = 10_000.0  # of one domain in one repair time
+MOST_EVENTS = 20.0  # of one domain in one repair time; numbers of them are summed over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,7 @@ class _Moment:
         for events, chance in _poisson(expected):
             blows = events + (struck == ())
             left = alive * (1 - domain.hit) ** blows
+            left = 0.0 if left < _DEAD else left  # one distribution for all that is lost anyway
             made: Floats = np.ones(1)
             for number, part in enumerate(domain.parts):
                 way = struck[1:] if struck and struck[0] == number else None
@@ -122,9 +125,10 @@ class _Moment:
 
 def _poisson(expected: float) -> Iterator[tuple[int, float]]:
     """Numbers of events with their probabilities, until those left do not count."""
-    if expected > _MOST_EVENTS:
+    if expected > MOST_EVENTS:
         raise ConfigError(
-            f"{expected:g} events of one domain in one repair time: no group lives like that"
+            f"{expected:.3g} events of one domain in one repair time, of which {MOST_EVENTS:g} "
+            "can be counted: is the rate one a year, and of events that destroy data?"
         )
     count, log_chance = 0, -expected
     while True:
@@ -157,15 +161,33 @@ def crossings_per_year(root: FailureDomain, *, repair_hours: float, lost: int) -
 
     With `lost` = m: losses of data a year. `repair_hours` are fixed. Raises ConfigError.
     """
+    return _crossings(root, repair_hours, lost)[0]
+
+
+def hazard_per_year(root: FailureDomain, *, repair_hours: float, lost: int) -> float:
+    """`crossings_per_year`, of the time in which no more than `lost` units are lost.
+
+    The same where losses are rare. What is lost almost always seldom comes to be lost: repair times
+    are compared by this. Infinite where there is no such time. Raises ConfigError.
+    """
+    crossings, share = _crossings(root, repair_hours, lost)
+    return crossings / share if share > _DEAD else math.inf
+
+
+def _crossings(root: FailureDomain, repair_hours: float, lost: int) -> tuple[float, float]:
+    """Crossings a year, and the share of the time with at most `lost` lost units."""
     if not 0 < repair_hours < math.inf:
         raise ConfigError(f"the repair time must be above 0 hours, not {repair_hours}")
     moment = _Moment(hours=repair_hours)
-    usual = float(moment.lost(root, 1.0, None)[lost + 1 :].sum())
+    usual = moment.lost(root, 1.0, None)
+    share = float(usual[: lost + 1].sum())
+    # of two almost equal numbers the digits are in those close to 0, not to 1
+    part, sign = (slice(lost + 1, None), 1) if share > _HALF else (slice(lost + 1), -1)
     total = 0.0
     for rate, way in _events(root):
-        after = float(moment.lost(root, 1.0, way)[lost + 1 :].sum())
-        total += rate * max(0.0, after - usual)
-    return total
+        after = moment.lost(root, 1.0, way)
+        total += rate * max(0.0, sign * float(after[part].sum() - usual[part].sum()))
+    return total, share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,14 @@ def test_shared_causes_enter_the_figures_and_the_table_of_schemes() -> None:
     assert sampled["simulated"]["low"] * 0.9 < shared < sampled["simulated"]["high"] * 1.1
 
 
+def test_frequent_events_have_a_table_too() -> None:
+    """The longest repair time is looked for where a domain is struck many times in it."""
+    words = ("--shared", "host:9:1:0.3", "--shared", "rack:9:3:0.1", "--nines", 1)
+    found = ask("--scheme", "6+3", "--afr", 0.005, "--rebuild-hours", 1, *words)
+    (ours,) = (s for s in found["schemes"] if (s["data"], s["parity"]) == (6, 3))
+    assert 1 < ours["longest_repair_hours"] < 100
+
+
 def test_unreadable_sectors_count_beside_shared_causes() -> None:
     """More critical moments, so more losses to sectors; also in the table."""
     size = ("--device-size", "8TB", "--unreadable", "1e-15")
@@ -104,6 +112,7 @@ def test_training_slows_a_rebuild_down() -> None:
         (("--shared", "h\n:0.1:2"), "the kind is a word"),
         (("--shared", "host:0.1:2", "--shared", "rack:0.1:3"), "hold one another whole"),
         (("--shared", "host:0.1:2", "--repair-streams", "1"), "give one of them"),
+        (("--shared", "host:2000:2"), "can be counted"),
         (("--afr-by-age", "0:0.1"), "needs --pool"),
         (("--pool", "none.toml"), "--pool has a scheme"),
     ],
