@@ -359,3 +359,50 @@ def stages(rank: int, world: int, directory: Path) -> None:
 def test_a_function_for_a_tensor_of_one_rank(tmp_path: Path) -> None:
     make_pool(tmp_path)
     launch(tmp_path, 2, stages)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_a_dict_or_a_module_in_a_list_lacks_is_not_called_loaded(
+    ckpt: Checkpointer, kind: Any
+) -> None:
+    """The list is taken, the names in it are not: strict=True refuses, strict=False lists them."""
+    inside = {"a": torch.ones(2), "b": torch.ones(3), "n": 5, "deep": {"c": torch.ones(1)}}
+    ckpt.save(1, {"l": kind([inside, layers(2, 0)]), "z": 1}).result()
+    target = layers(1, 1)
+    before = copied(target)
+    state: dict[str, Any] = {"l": kind([{"a": torch.zeros(2)}, target])}
+    lost = ["l/0/b", "l/0/deep/c", "l/0/n", "l/1/1.bias", "l/1/1.weight"]
+    for load in (LoadOptions(exclude="z"), LoadOptions(include="l/*")):
+        with pytest.raises(CheckpointMismatch) as refused:
+            ckpt.restore(state, load=load)
+        assert f"recorded but not taken {lost}" in str(refused.value)
+        assert not state["l"][0]["a"].any()
+        assert all(torch.equal(v, before[n]) for n, v in target.state_dict().items())
+    ckpt.restore(state, strict=False, load=LoadOptions(exclude="z"))
+    report = report_of(ckpt)
+    assert list(report.unexpected) == lost
+    assert report.loaded == ("l/0/a", "l/1/0.bias", "l/1/0.weight")
+    assert state["l"][0].keys() == {"a"}
+    state = {"l": kind([{"a": torch.zeros(2)}])}  # of another length: replaced as a whole
+    ckpt.restore(state, load=LoadOptions(include="l/0/*"), strict=False)
+    assert report_of(ckpt).unexpected == ()
+
+
+@pytest.mark.parametrize("rename", [{"l": "m/x"}, {"l/*": "m/x/*"}])
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_that_is_renamed_as_a_whole_stays_one(
+    ckpt: Checkpointer, kind: Any, rename: dict[str, str]
+) -> None:
+    """It became a dict with numbers for names; one of which a part moves has none to be."""
+    deep = kind([{"b": torch.ones(3)}])
+    ckpt.save(1, {"l": kind([{"a": torch.ones(2)}, {"in": deep}]), "z": 1}).result()
+    state: dict[str, Any] = {"z": 0, "m": {"x": kind([{"a": torch.zeros(2)}, {"in": None}])}}
+    state["m"]["x"][1]["in"] = kind([{"b": torch.zeros(3)}])
+    ckpt.restore(state, load=LoadOptions(rename=rename))
+    found = state["m"]["x"]
+    assert (type(found), type(found[1]["in"]), len(found)) == (kind, kind, 2)
+    assert found[0]["a"].all()
+    assert found[1]["in"][0]["b"].all()
+    other: dict[str, Any] = {"m": {"0": {"a": torch.zeros(2)}}}
+    ckpt.restore(other, load=LoadOptions(rename={"l/0": "m/0", "l/1": None, "z": None}))
+    assert other["m"]["0"]["a"].all()

@@ -14,7 +14,17 @@ from hpstore.checkpoint.format.items import by_name
 from hpstore.checkpoint.restore.chosen_moments import Recorded, is_optimizer, rename_optimizer
 from hpstore.checkpoint.restore.load_options import LoadOptions, NameFilter
 from hpstore.checkpoint.restore.name_patterns import Renames
-from hpstore.checkpoint.restore.tree_branches import Branch, closed, entries, moved, opened, put
+from hpstore.checkpoint.restore.tree_branches import (
+    Branch,
+    closed,
+    entries,
+    listed,
+    lists,
+    moved,
+    moved_whole,
+    opened,
+    put,
+)
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH
 from hpstore.checkpoint.state.targets import RNG_KEY
 from hpstore.checkpoint.state.tree_paths import leaves
@@ -100,12 +110,13 @@ class _Chooser:
             raise CheckpointError(f"step {self._step} holds no names that could be chosen")
         recorded = Recorded(root)
         placed: list[tuple[str, Json]] = []
-        optimizers = []
+        optimizers, known, moves = [], dict(lists(root)), dict[str, str]()
         for branch, key, path, node in list(entries(root)):
             if is_optimizer(node):
                 optimizers.append((branch, key, path, node))
                 continue
             new = self._entry(path, node)
+            moves[path] = new or ""
             if new != path:
                 branch.pop(key)
             if new is not None and new != path:
@@ -125,6 +136,7 @@ class _Chooser:
             self._take_items(found.items.items())
             for old, name in found.items.items():
                 self.shapes.setdefault(name, self._old_shapes.get(old, ()))
+            moves[path] = found.path if found.node is not None else ""
             if found.node is not None and found.path == path:
                 branch.fill(branch.rows[key][0], key, found.node)
                 continue
@@ -134,7 +146,8 @@ class _Chooser:
         for name, node in placed:
             put(root, name, node)
         self._require_used()
-        return closed(root)
+        like = moved_whole(known, moves)
+        return closed(listed(root, like) if like else root)
 
     def _entry(self, path: str, node: Json) -> str | None:
         """The new path of an entry; None when it is not chosen."""

@@ -14,6 +14,7 @@ from hpstore.checkpoint.restore.filler import Filler
 from hpstore.checkpoint.restore.fit_state import recorded_parameters
 from hpstore.checkpoint.restore.read_items import fill_chunks
 from hpstore.checkpoint.restore.restore_plan import RestoreOptions, RestorePlan
+from hpstore.checkpoint.state.dicts_in_lists import dropped
 from hpstore.checkpoint.state.scalars import Classes
 from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, join
 from hpstore.checkpoint.state.targets import State
@@ -100,14 +101,16 @@ def restore_state(
     check(state, loaded, strict=strict)
     mine = of_rank(tree, how.rank)
     missing = plan.lacking(mine)
+    lost = [] if strict else _leaves_at(mine, set(dropped(state, loaded, how.rank, inside=False)))
     if how.strict and how.load.narrows:
-        _require_chosen(filling, plan, mine, missing)
+        _require_chosen(filling, plan, mine, missing, lost)
     filling.require_own_memory()
     count = _fill(pool, plan, filling, how, touched)
     apply(state, loaded, filled=filling.filled, strict=strict, rng=how.rng)
     filling.filled.take_loaded()
-    unexpected = _untaken(filling, mine)
-    loaded_names = [name for name in filling.loaded if filling.filled.takes(name)]
+    unexpected = tuple(sorted({*_untaken(filling, mine), *lost}))
+    gone = set(lost)
+    loaded_names = [n for n in filling.loaded if n not in gone and filling.filled.takes(n)]
     return RestoreReport(
         step=manifest.step,
         tensors=len(loaded_names),
@@ -151,8 +154,19 @@ def _fill(
     return count
 
 
-def _require_chosen(filling: Filler, plan: RestorePlan, tree: Any, missing: list[str]) -> None:
-    """Raise CheckpointMismatch when chosen names of state and checkpoint differ."""
+def _leaves_at(tree: Any, paths: set[str]) -> list[str]:
+    """Tensors and values at or under paths."""
+    if not paths:
+        return []
+    under = tuple(f"{path}/" for path in paths)
+    return [leaf for leaf in leaf_paths(tree) if leaf in paths or leaf.startswith(under)]
+
+
+def _require_chosen(
+    filling: Filler, plan: RestorePlan, tree: Any, missing: list[str], lost: list[str]
+) -> None:
+    """Raise CheckpointMismatch when chosen names of state and checkpoint differ. `lost`: in lists,
+    which are taken."""
     filled = filling.filled
     recorded, wanted = recorded_parameters(tree, filled), filled.updated()
     untaken = [
@@ -160,6 +174,7 @@ def _require_chosen(filling: Filler, plan: RestorePlan, tree: Any, missing: list
         for name in _untaken(filling, tree)
         if not any(name.startswith(f"{o}/") for o in recorded)
     ]
+    untaken += lost
     untaken += [
         join(path, f"state/{name}")
         for path, names in recorded.items()

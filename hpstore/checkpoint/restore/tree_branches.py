@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hpstore.checkpoint.state.scalars import TAG
@@ -49,6 +49,14 @@ class BranchList:
 
     def __init__(self, node: Json, parts: list[Node]) -> None:
         self._node, self.parts = node, parts
+
+    def has(self, parts: Mapping[str, Node]) -> bool:
+        """Whether the names of all parts are numbers of its own."""
+        return parts.keys() <= {str(number) for number in range(len(self.parts))}
+
+    def again(self, parts: Mapping[str, Node]) -> BranchList:
+        """A list of this kind and length, of parts by their numbers."""
+        return BranchList(self._node, [parts.get(str(n), {}) for n in range(len(self.parts))])
 
     def closed(self) -> Json:
         """JSON; _GONE when all entries were taken out."""
@@ -112,6 +120,47 @@ def branches(node: Node, path: str = "") -> Iterator[tuple[str, Branch]]:
         parts = [(str(number), part) for number, part in enumerate(node.parts)]
     for name, child in parts:
         yield from branches(child, join(path, name))
+
+
+def lists(node: Node, path: str = "") -> Iterator[tuple[str, BranchList]]:
+    """Every list with its path, those in lists after what holds them."""
+    parts: list[tuple[str, Node]] = []
+    if isinstance(node, Branch):
+        parts = [(name, child) for name, (_, child) in node.rows.items()]
+    elif isinstance(node, BranchList):
+        yield path, node
+        parts = [(str(number), part) for number, part in enumerate(node.parts)]
+    for name, child in parts:
+        yield from lists(child, join(path, name))
+
+
+def moved_whole(known: Mapping[str, BranchList], moves: Mapping[str, str]) -> dict[str, BranchList]:
+    """By their new paths the lists all of whose entries go there. `moves`: new paths of entries by
+    the old ones, of those that stay, too; "" for what is left out."""
+    bases: dict[str, set[str]] = {}
+    for old, new in moves.items() if known else ():
+        at = old
+        while "/" in at:
+            at = at.rpartition("/")[0]
+            if at in known:
+                rest = old[len(at) :]
+                bases.setdefault(at, set()).add(
+                    new.removesuffix(rest) if new.endswith(rest) else ""
+                )
+    single = {path: next(iter(found)) for path, found in bases.items() if len(found) == 1}
+    return {base: known[path] for path, base in single.items() if base not in ("", path)}
+
+
+def listed(node: Node, like: Mapping[str, BranchList], path: str = "") -> Node:
+    """A tree whose new dicts at the paths of `like` are lists of that kind."""
+    if isinstance(node, BranchList):
+        node.parts = [listed(p, like, join(path, n)) for n, p in enumerate(node.parts)]
+    if not isinstance(node, Branch):
+        return node
+    for name, (key, child) in node.rows.items():
+        node.rows[name] = (key, listed(child, like, join(path, name)))
+    parts = {name: child for name, (_, child) in node.rows.items()}
+    return like[path].again(parts) if path in like and like[path].has(parts) else node
 
 
 def put(root: Branch, path: str, node: Json) -> None:
