@@ -22,6 +22,7 @@ from hpstore.maintenance import dependents
 from hpstore.membership import changes, members
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import FakeClock, Harness
+from tests.thorough import LONG
 
 T = TypeVar("T")
 NAME = "key-0007"
@@ -97,7 +98,9 @@ def test_a_record_survives_the_end_of_its_process_and_any_losses(harness: Harnes
 
 
 @hypothesis_settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150 if LONG else 60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.lists(
