@@ -32,7 +32,8 @@ _PEERS = (
 _CASES = (
     "for loader: warm,cold,limited,degraded,restart,special; for cache: workloads, cost, "
     "end-to-end; "
-    "for health: slow,healthy,load,hang,telemetry,window,global,reads,saves,overhead,rebuild,"
+    "for health: slow,healthy,few,many,pauses,nvme,load,hang,telemetry,small,window,global,reads,"
+    "saves,overhead,rebuild,"
     "forecast; for train: methods (default: all)"
 )
 _DEVICE = "for loader and train: cpu or cuda; for loader also cuda:1 and so on"

@@ -9,6 +9,7 @@ import pytest
 
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.health import health_detector as health
+from hpstore.benchmarks.health import health_groups as groups
 from hpstore.benchmarks.health.health_bench import bench_health
 from hpstore.benchmarks.health.health_detector import first_found, hang, load, telemetry
 from hpstore.benchmarks.health.health_peers import (
@@ -133,3 +134,23 @@ def test_cases_are_chosen_by_name() -> None:
     with pytest.raises(ConfigError, match="no case of health is called 'sl0w'"):
         bench_health(Options(directory=None, size_bytes=0, repeats=1, cases="sl0w"))
     assert RULES["hpstore"]({"d0": Traits()}).tick(0.0, {"d0": 1.0}) == (set(), set())
+
+
+def test_figures_of_groups_are_of_what_they_say() -> None:
+    """Verdicts by tick and device; the delay counts from the onset, the tick itself included."""
+    means = steady({0: 5.0, 3: 5.0}).means
+    judged = groups.JudgedTicks(means)
+    assert (judged.delay(0, ONSET), judged.delay(3, ONSET), judged.delay(1, ONSET)) == (3, 3, None)
+    assert judged.sitout[-1].tolist() == judged.suspect[-1].tolist()
+    row = groups._found(1, 8, 3, 20, 5, 1.0)
+    assert (row["recall"], row["others_found"], row["met"]) == (1.0, 0, False)
+
+
+def test_pauses_are_slow_for_their_share_of_the_time() -> None:
+    """5 s per 300 s; what is suspected beside is counted apart."""
+    false, suspected, slow = groups._pausing(0, 1.0, 2.0, 3000.0)
+    assert (false, suspected) == (0.0, 0.0)
+    assert 0.01 < slow < 0.04
+    seconds, out = groups._hair_trigger(0, 3)
+    assert 0 < seconds < 60
+    assert not out

@@ -294,6 +294,7 @@ SMALL = replace(
         objects=Objects(count=1, stripes=1),
     ),
     plan=replace(QUICK.plan, objects=Objects(count=2, stripes=1), quiet_seconds=0.3),
+    small_seconds=0.3,
     turns=1,
     turn_seconds=0.2,
     hour_ticks=100,

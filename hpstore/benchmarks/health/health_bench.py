@@ -1,9 +1,12 @@
 """Device health: the detector on made-up times, and pools on devices of which one turns slow or
-is lost, against the bars of issue 6.
+is lost, against the bars of issues 6 and 39.
 
 `hpstore bench health --json FILE` is one command for all of them; each part says what it measures:
 
 slow, healthy, load, hang, telemetry   made-up service times (health_detector.py)
+few, many, pauses, nvme                the same of pools of 2 to 24 devices (health_groups.py)
+small                                  64 KiB reads beside a device at x20, or that freezes
+                                       (health_small_reads.py)
 window, global, reads                  one of eight devices at 10 MB/s (health_slow.py)
 saves                                  checkpoints meanwhile (health_saves.py)
 overhead                               what the monitor costs a loader (health_cost.py)
@@ -19,6 +22,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
@@ -27,6 +31,7 @@ from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
 from hpstore.benchmarks.harness.measure import Options, unmet
 from hpstore.benchmarks.harness.raw_devices import workspace
 from hpstore.benchmarks.health import health_detector as detector
+from hpstore.benchmarks.health import health_groups as groups
 from hpstore.benchmarks.health.health_cost import MODES, cost_case
 from hpstore.benchmarks.health.health_durability import durability_case
 from hpstore.benchmarks.health.health_forecast import forecast_case
@@ -53,15 +58,16 @@ from hpstore.benchmarks.health.health_slow import (
 )
 from hpstore.benchmarks.health.health_slow import POOL as SCENE_POOL
 from hpstore.benchmarks.health.health_slow import QUICK as QUICK_PHASES
-from hpstore.benchmarks.health.health_traces import HOUR_TICKS
+from hpstore.benchmarks.health.health_small_reads import small_reads
+from hpstore.benchmarks.health.health_traces import HOUR_TICKS, TICK_SECONDS
 from hpstore.benchmarks.loader.loader_data import Data
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB
 
 _log = logging.getLogger(__name__)
-MADE_UP = ("slow", "healthy", "load", "hang", "telemetry")
+MADE_UP = ("slow", "healthy", "few", "many", "pauses", "nvme", "load", "hang", "telemetry")
 ON_DEVICES = ("window", "global", "reads", "saves", "overhead", "rebuild")
-CASES = (*MADE_UP, *ON_DEVICES, "forecast", "durability")
+CASES = (*MADE_UP, "small", *ON_DEVICES, "forecast", "durability")
 RUNS_A_REPEAT = 4
 MOST_REPEATS = 3  # of saves and rebuilds: half a minute each
 LAID_ANEW = 1
@@ -82,6 +88,7 @@ class HealthScale:
     turns: int = 12
     turn_seconds: float = 2.0
     hour_ticks: int = HOUR_TICKS
+    small_seconds: float = 15.0
 
 
 QUICK = HealthScale(
@@ -94,6 +101,7 @@ QUICK = HealthScale(
     turns=2,
     turn_seconds=0.5,
     hour_ticks=200,
+    small_seconds=3.0,
 )
 
 
@@ -108,6 +116,8 @@ def bench_health(options: Options) -> dict[str, object]:
     with progress(run.steps()) as bar, workspace(options) as root:
         run.bar = bar
         run.made_up()
+        if "small" in run.chosen:
+            run.small(root)
         if any(case in ON_DEVICES for case in run.chosen):
             with Rig(root, device_bytes=run.scale.device_bytes) as rig:
                 run.results["devices"] = _devices(rig)
@@ -164,6 +174,7 @@ class _Run:
             "window": both,
             "global": both,
             "reads": both,
+            "small": 2 * (few + 2),
             "saves": few + 2 * OTHER_REPEATS,
             "overhead": len(MODES) * self.scale.turns,
             "rebuild": few + LAID_ANEW,
@@ -198,6 +209,10 @@ class _Run:
         runs: dict[str, Callable[[], Found]] = {
             "slow": lambda: detector.slow_devices(RUNS_A_REPEAT * repeats, rules),
             "healthy": lambda: detector.healthy_devices(repeats, rules, ticks),
+            "few": lambda: groups.few_devices(RUNS_A_REPEAT * repeats),
+            "many": lambda: groups.many_devices(RUNS_A_REPEAT * repeats),
+            "pauses": lambda: groups.pauses(self._few, TICK_SECONDS * ticks),
+            "nvme": lambda: groups.nvme_devices(RUNS_A_REPEAT * repeats),
             "load": lambda: detector.load(repeats, detector.LOAD_TICKS),
             "hang": detector.hang,
             "telemetry": lambda: detector.telemetry(10 * repeats, 2_000),
@@ -206,6 +221,14 @@ class _Run:
             if case in runs:
                 self.keep(case, runs[case]())
                 self.step(case)
+
+    def small(self, root: Path) -> None:
+        """The case of delayed directories."""
+        done = partial(self.step, "small")
+        self.keep(
+            "small",
+            small_reads(root, self._few, self.scale.small_seconds, self.scale.phases.found, done),
+        )
 
     def on_devices(self, rig: Rig) -> None:
         """The cases of real pools. What one of them has stored is removed before the next."""

@@ -27,7 +27,7 @@ from hpstore.runtime.closing import Closing
 from hpstore.units import MIB
 
 POOL, SHARD_BYTES = "loader", 64 * MIB  # not few: the slow device has about an eighth of the data
-WINDOW_BAR, GLOBAL_BAR, P99_BAR = 0.85, 0.6, 2.0
+WINDOW_BAR, GLOBAL_BAR, P99_BAR = 0.95, 0.6, 2.0
 WINDOW_BYTES = 64 * MIB  # the loader's default
 BARS = {"window": WINDOW_BAR, "global": GLOBAL_BAR}
 ON, OFF = "monitor on", "monitor off"
