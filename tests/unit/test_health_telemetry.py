@@ -352,6 +352,23 @@ def test_deadlines_are_those_of_the_others_by_size() -> None:
     assert all(row[size] == 0 for row in found.values() for size in range(16) if size != large)
 
 
+def test_reads_that_were_given_up_count_where_they_took_long() -> None:
+    """A spare that is quicker must not hide the device; a read that is closed at once is no quick
+    one, and none of them is learnt from."""
+    telemetry = Telemetry()
+    for device in DEVICES:
+        for _ in range(40):
+            telemetry.recorder(device).record(READ, 64 * KIB, 1, 1e-3)
+    telemetry.tick(1.0)
+    for device in DEVICES:
+        seconds = 20e-3 if device == "d0" else 1e-4
+        for _ in range(40):
+            telemetry.recorder(device).record(READ, 64 * KIB, 1, seconds, IoOutcome.CUT)
+    found = telemetry.tick(2.0)
+    assert found.means() == {"d0": pytest.approx(20e-3)}
+    assert telemetry.histogram("d0", READ).total == 40
+
+
 def test_reads_of_a_page_cache_set_no_deadline() -> None:
     telemetry = Telemetry()
     for device in DEVICES:

@@ -61,7 +61,7 @@ class DeviceTrack:
         self.suspect_since = math.inf
         self.beyond = False  # the newest value
         self.since: float | None = None  # of an episode
-        self.until, self.calm = 0.0, 0
+        self.until, self.calm, self.peak = 0.0, 0, 0.0
         self.excess, self.excess_ticks = 0.0, 0  # sum of the episode's ratios
         self.gain = ActionGain()
         self.evidence = SlowEvidence()
@@ -101,14 +101,16 @@ class DeviceTrack:
         if self.beyond:
             if self.since is None:
                 self.since = now_seconds - self.tick_seconds
-                self.excess, self.excess_ticks = 0.0, 0
+                self.excess, self.excess_ticks, self.peak = 0.0, 0, 0.0
+            self.peak = max(self.peak, self.score)
             self.until, self.calm = now_seconds, 0
             self.excess += ratio
             self.excess_ticks += 1
         elif self.since is not None:
             self.calm += 1
             if self.calm >= _CALM_TICKS:
-                episodes.note(now_seconds, self.until - self.since)
+                if self.peak >= self.config.suspect_score:  # else it was noise, and no matter
+                    episodes.note(now_seconds, self.until - self.since)
                 self.since = None
         self.gain = ActionGain()
         if self.since is not None:

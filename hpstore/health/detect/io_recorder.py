@@ -34,6 +34,7 @@ class IoOutcome(IntEnum):
     OK = 0
     ERROR = 1  # EIO and the like; a name that is not there is no error
     CHECKSUM = 2  # read, but damaged
+    CUT = 3  # given up by who asked: it would have taken longer still
 
 
 OPERATIONS = {

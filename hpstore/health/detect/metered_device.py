@@ -12,12 +12,13 @@ from typing import TypeVar
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import BLAMELESS, READABLE, Device, DirectoryEntry, ReadHandle
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
+from hpstore.errors import ReadAbandoned
 from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
 
 T = TypeVar("T")
 _HARMLESS = (FileNotFoundError, *READABLE)  # say nothing of a device's strength
 _READ, _META = int(Operation.READ), int(Operation.META)
-_ERROR, _CHECKSUM = int(IoOutcome.ERROR), int(IoOutcome.CHECKSUM)
+_ERROR, _CHECKSUM, _CUT = int(IoOutcome.ERROR), int(IoOutcome.CHECKSUM), int(IoOutcome.CUT)
 
 
 class DeviceMeter:
@@ -66,6 +67,9 @@ class DeviceMeter:
         try:
             result = act()
             outcome = 0
+        except ReadAbandoned:  # no quick read; but that it took long counts
+            outcome = _CUT
+            raise
         except BLAMELESS:  # neither an error nor a quick read
             recorder.leave(ticket)
             raise

@@ -257,7 +257,7 @@ class Telemetry:
         pending = device.pending
         if not pending.counts.any() or now_seconds - pending.since > self.config.forget_seconds:
             pending = device.pending = _Pending(now_seconds)
-        judged = _judged(device, rows)
+        judged = _judged(device, rows) | _overdue(device, rows, expected)
         cells, operations = _cells(rows, judged), rows.operation[judged].astype(np.intp)
         within = rows.usual[judged]
         usual = np.where(within > 0, within, expected.reshape(_SHAPE)[cells])
@@ -293,8 +293,10 @@ class Telemetry:
 
 def _judged(device: _Device, rows: IoRows) -> npt.NDArray[np.bool_]:
     """I/Os that tell of speed: those that went well, but for reads of a page cache."""
-    judged: npt.NDArray[np.bool_] = (rows.outcome != IoOutcome.ERROR) & (
-        rows.operation < len(_JUDGED)
+    judged: npt.NDArray[np.bool_] = (
+        (rows.outcome != IoOutcome.ERROR)
+        & (rows.outcome != IoOutcome.CUT)
+        & (rows.operation < len(_JUDGED))
     )
     if not device.judge_reads:
         judged &= rows.operation != Operation.READ
@@ -315,6 +317,17 @@ def _deadlines(own: FloatArray, share: float, fastest: int) -> list[tuple[float,
     reached = np.cumsum(peers, 2) >= np.maximum(share * totals, 1.0)[..., None]
     table = np.where(totals >= _PEER_IOS, upper_edges(reached.argmax(2)), 0.0)
     return [tuple(row) for row in table.tolist()]
+
+
+def _overdue(device: _Device, rows: IoRows, expected: FloatArray) -> npt.NDArray[np.bool_]:
+    """Calls that were given up when they had taken longer than such calls take: a spare read that
+    is quicker must not hide the device that it replaces."""
+    cut: npt.NDArray[np.bool_] = (rows.outcome == IoOutcome.CUT) & (rows.operation < len(_JUDGED))
+    if not device.judge_reads:
+        cut &= rows.operation != Operation.READ
+    usual = np.zeros(len(cut))
+    usual[cut] = expected.reshape(_SHAPE)[_cells(rows, cut)]
+    return cut & (rows.seconds > usual)
 
 
 def _stand(device: _Device, rows: IoRows, elapsed: float, oldest: float) -> None:
@@ -344,7 +357,7 @@ def _cells(rows: IoRows, judged: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.
 
 def _learn(device: _Device, rows: IoRows) -> None:
     """Add I/Os to a device's histograms and cells; how soon one failed tells of no speed."""
-    answered = rows.outcome != IoOutcome.ERROR
+    answered = (rows.outcome != IoOutcome.ERROR) & (rows.outcome != IoOutcome.CUT)
     for operation in Operation:
         mine = answered & (rows.operation == operation)
         if mine.any():
