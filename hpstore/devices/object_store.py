@@ -45,6 +45,7 @@ from hpstore.units import KIB, MIB, format_bytes
 
 _IN_MEMORY_BYTES = 64 * MIB  # a column larger than this waits for its PUT in a temporary file
 _HEAD_BYTES = 128 * KIB  # that opening a file brings along: its header, a small one whole
+_PAGE_BYTES = 4 * KIB  # a column's header
 _RAISES_MOST = 64
 
 
@@ -257,8 +258,10 @@ class StoreReader:
         head = np.empty(_HEAD_BYTES, np.uint8)
         found, count = read_start(self._client, self._path, head)
         self.size_bytes = found.size_bytes
-        # exchanged as a whole: several threads read
-        self._held = (found.etag, head[:count].copy() if count < _HEAD_BYTES // 2 else head[:count])
+        # a whole small file, else its first page: thousands of readers stay open. Exchanged as one
+        # value: several threads read
+        kept = count if count == found.size_bytes else min(count, _PAGE_BYTES)
+        self._held = (found.etag, head[:kept].copy())
 
     def read_into(self, offset: int, target: Bytes) -> None:
         for _ in range(3):
@@ -266,6 +269,8 @@ class StoreReader:
             end = offset + len(target)
             if end <= len(head):
                 target[:] = head[offset:end]
+                if end == self.size_bytes:  # whoever keeps it open from now on reads by ranges
+                    self._held = (etag, head[:0])
                 return
             try:
                 self._client.read_into(self._path, offset, target, etag=etag)

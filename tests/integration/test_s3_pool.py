@@ -14,6 +14,7 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.config import Settings, load_config
+from hpstore.devices import remote_opener
 from hpstore.devices.base import Device
 from hpstore.devices.object_store import ObjectStoreDevice
 from hpstore.devices.store_client import StoreClient
@@ -281,3 +282,33 @@ def test_what_the_process_asks_before_is_refused_in_a_child() -> None:
             os._exit(0 if "spawn" in str(error) else 1)
         os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.usefixtures("keys")
+def test_without_obstore_a_named_store_goes_through_s3fs(
+    two: TwoEndpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Both endpoints in one process; it is said once, counted and shown, and a pool that was made
+    by one client is read by the other."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed (hpstore[s3])")
+    with make(two, tmp_path) as pool:
+        pool.put("by obstore", b"1" * 300_000)
+    monkeypatch.setattr(remote_opener, "has_obstore", lambda: False)
+    monkeypatch.setattr(remote_opener, "_said", set())
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        assert pool.get("by obstore") == b"1" * 300_000
+        pool.put("by s3fs", b"2" * 300_000)
+        status = pool.status()
+        assert {d.driver for d in status.devices} == {remote_opener.S3FS}
+        assert status.counters["devices_through_s3fs_total"] == 6
+        assert SECRET not in repr(pool)
+    said = [r for r in caplog.records if "reached through s3fs" in r.getMessage()]
+    assert len(said) == 1
+    monkeypatch.undo()
+    two.east.set_keys(monkeypatch, "EAST")
+    two.west.set_keys(monkeypatch, "WEST")
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        assert pool.get("by s3fs") == b"2" * 300_000
