@@ -73,6 +73,23 @@ class ObjectStoreContract(DeviceContract):
         )
         assert device.counter("mark.json") == 23
 
+    def test_a_counter_that_another_process_raises_meanwhile_stays_the_higher(
+        self, device: Device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between the read and the write of a raise: the write is refused, and made again."""
+        assert isinstance(device, ObjectStoreDevice)
+        device.raise_counter("mark.json", 1)
+        real = device.client.put
+
+        def meanwhile(path: str, data: bytes, *, only: str | None = None) -> str:
+            monkeypatch.undo()
+            device.raise_counter("mark.json", 9)
+            return real(path, data, only=only)
+
+        monkeypatch.setattr(device.client, "put", meanwhile)
+        assert device.raise_counter("mark.json", 5) == 9
+        assert device.counter("mark.json") == 9
+
 
 class TestObstoreMemory(ObjectStoreContract):
     """obstore's own memory store: no server."""

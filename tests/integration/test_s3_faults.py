@@ -130,6 +130,21 @@ def test_answers_are_told_apart(status: int, code: str, kind: type[DeviceError],
             assert caught.value.__cause__ is None or SECRET not in str(caught.value.__cause__)
 
 
+def test_a_bucket_that_is_gone_holds_no_absent_files() -> None:
+    """Not "there is no such file": that would be an answer of a device that works."""
+    with served(says(404, xml("NoSuchBucket"))) as endpoint:
+        made = device(endpoint)
+        for call in (
+            lambda: made.stamp("a"),
+            lambda: made.delete("a"),
+            lambda: made.open("a"),
+            lambda: made.entries("objects"),
+            lambda: made.counter("mark.json"),
+        ):
+            with pytest.raises(DeviceMissing, match="bucket does not exist"):
+                call()
+
+
 def test_an_overloaded_store_is_tried_again() -> None:
     """Twice SlowDown, then the answer; for ever: an error that says so."""
     asked: list[str] = []
@@ -176,13 +191,10 @@ def _ranged(body: bytes, total: int, start: int = 0) -> Answer:
         request.send_header("Content-Range", f"bytes {start}-{min(end, total - 1)}/{total}")
         request.send_header("Last-Modified", "Mon, 30 Nov 2026 05:00:00 GMT")
         request.send_header("ETag", '"1"')
-        request.send_header("Transfer-Encoding", "chunked")
+        request.send_header("Content-Length", str(len(body)))
         request.send_header("Connection", "close")
         request.end_headers()
-        for at in range(0, len(body), MIB):
-            part = body[at : at + MIB]
-            request.wfile.write(b"%x\r\n%b\r\n" % (len(part), part))
-        request.wfile.write(b"0\r\n\r\n")
+        request.wfile.write(body)
 
     return answer
 
