@@ -35,7 +35,7 @@ class S3Records:
             ) from error
         self._obstore: Any = obstore  # optional: its types are not known everywhere
         self._url, self._prefix = url, f"{url.prefix}/{prefix}/"
-        options: dict[str, str] = {}
+        options: dict[str, Any] = {}
         if url.endpoint:
             options["endpoint"] = url.endpoint
         if url.region:
