@@ -165,6 +165,28 @@ def test_a_put_that_was_overtaken_says_so_and_leaves_the_winner(tmp_path: Path) 
     assert held_by(harness) == BODIES["B"]
 
 
+@pytest.mark.parametrize("bodies", [SMALL, BODIES], ids=["copies", "columns"])
+@pytest.mark.parametrize("ahead_ms", [0, HOUR_MS, -HOUR_MS], ids=["same", "ahead", "behind"])
+def test_of_two_that_were_both_stopped_after_they_looked_one_is_acknowledged_rule_6(
+    tmp_path: Path, bodies: dict[str, bytes], ahead_ms: int
+) -> None:
+    """B takes over A's claim, looks and is stopped, too; A goes on and finds its version there,
+    the newest. B looked before it was: so A is acknowledged by a claim of its own, or not."""
+    harness = fresh(tmp_path)
+    a, b = TurnProcess(harness, ahead_ms=ahead_ms), TurnProcess(harness)
+    with closing_all(a, b):
+        for process, body in ((a, bodies["A"]), (b, bodies["B"])):
+            process.start(lambda pool, body=body: pool.put("k", body, if_absent=True))  # type: ignore[misc]
+            process.run_to("publish")
+        a.run()
+        b.run()
+        answers = {"A": a.outcome, "B": b.outcome}
+        won = [name for name, answer in answers.items() if isinstance(answer, ObjectInfo)]
+        assert won == ["A"], answers
+        assert isinstance(b.outcome, VersionConflict)
+    assert held_by(harness) == bodies["A"]
+
+
 def test_a_claim_is_taken_at_once_when_its_key_is_free(tmp_path: Path) -> None:
     """No waiting between conditional puts that do not meet; a refused one gives its claim back."""
     harness = fresh(tmp_path)

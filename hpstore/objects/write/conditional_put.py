@@ -9,7 +9,7 @@ from hpstore.errors import HpstoreError, LockTimeout, RegistersUnavailable, Vers
 from hpstore.format.column_header import Metadata
 from hpstore.format.keys import Kind, Version
 from hpstore.objects.context import PATIENCE, PoolContext
-from hpstore.objects.object_info import ObjectInfo
+from hpstore.objects.object_info import ObjectInfo, version_token
 from hpstore.objects.survey import newest_by_name, stable_survey
 from hpstore.objects.survey_limits import require_known
 from hpstore.objects.write.delete_files import remove_files
@@ -38,33 +38,57 @@ def put_if(
     written when it raised may still become visible as a whole, unless a later put took its place.
     """
     left = False  # whether an attempt may be visible
+    written: Version | None = None  # by an attempt whose claim was lost before it was given back
     for _ in range(_TRIES):
         claim = claims.take(key)
+        token = if_version if written is None else version_token(*written.content)
         try:
             return put_object(
                 store,
                 key,
                 source,
                 metadata=metadata,
-                if_absent=if_absent,
-                if_version=if_version,
+                if_absent=if_absent and written is None,
+                if_version=token,
                 throttle=partial(_throttle, store, claim, throttle),
                 unit_bytes=unit_bytes,
                 next_counter=claim.next_counter,
-                acknowledge=partial(_acknowledge, store, claims, claim, key),
+                acknowledge=partial(_acknowledge, claim, key),
             )
+        except _WrittenInVain as error:  # it counts if nothing came, and it is put once more
+            store.metrics.count("claim_lost_total")
+            left, written = True, error.version
         except ClaimLost as error:  # before it could be acknowledged: look again, write again
             store.metrics.count("claim_lost_total")
             left = left or error.maybe_visible
         except BaseException as error:
+            if written is not None and isinstance(error, VersionConflict):
+                raise _overtaken(key) from error
             if left and not getattr(error, "maybe_visible", False):  # of an earlier try
                 say_maybe(error, MAYBE_STORED)
             raise
         finally:
             _drop(store, claim)
-    raise LockTimeout(
+    failed = LockTimeout(
         f"conditional put of {key!r}: its claim was taken over {_TRIES} times in a row, so this "
         "process was stopped or too slow each time. Nothing was acknowledged; try again."
+    )
+    if left:
+        say_maybe(failed, MAYBE_STORED)
+    raise failed
+
+
+class _WrittenInVain(ClaimLost):
+    """A version is there whole, and the claim that it was written under is another process'."""
+
+    version: Version
+
+
+def _overtaken(key: str) -> VersionConflict:
+    return VersionConflict(
+        f"put of {key!r} was overtaken: this process was stopped or slow, another one took its "
+        "claim over, and a later version is there. What it put may have been read before that.",
+        key=key,
     )
 
 
@@ -113,40 +137,24 @@ def _throttle(store: PoolContext, claim: KeyClaim, throttle: Throttle, nbytes: i
         store.metrics.count("claim_not_kept_total")  # the end decides
 
 
-def _acknowledge(
-    store: PoolContext, claims: Claims, claim: KeyClaim, key: str, version: Version
-) -> None:
-    """Everything is durable: it counts if the claim is still there, or nothing has come since.
+def _acknowledge(claim: KeyClaim, key: str, version: Version) -> None:
+    """Everything is durable: it counts if the claim that it was written under can be given back.
 
-    Raises VersionConflict; RegistersUnavailable when that cannot be told.
+    That it is still the newest is not enough: another process may have looked before it was there,
+    and be about to write. Raises _WrittenInVain; RegistersUnavailable when it cannot be told.
     """
-    for _ in range(_TRIES):
-        try:
-            claim.give_back()
-        except ClaimLost:
-            store.metrics.count("claim_lost_total")
-        except (RegistersUnavailable, LockTimeout) as error:
-            raise RegistersUnavailable(
-                f"put of {key!r} may have been stored, and is not acknowledged: {error} Read it "
-                "before you put it again.",
-                key=key,
-            ) from error
-        else:
-            return
-        claim = claims.take(key)
-        try:
-            newest = newest_by_name(store.view, stable_survey(store, key, patience=PATIENCE))
-            if newest is None or newest.version.content != version.content:
-                raise VersionConflict(
-                    f"put of {key!r} was overtaken: this process was stopped or slow, another one "
-                    "took its claim over, and a later version is there. What it put may have been "
-                    "read before that.",
-                    key=key,
-                )
-        except BaseException:
-            _drop(store, claim)
-            raise
-    raise LockTimeout(f"put of {key!r} may have been stored: its claim is taken over each time")
+    try:
+        claim.give_back()
+    except ClaimLost as error:
+        lost = _WrittenInVain(str(error))
+        lost.version = version
+        raise lost from error
+    except (RegistersUnavailable, LockTimeout) as error:
+        raise RegistersUnavailable(
+            f"put of {key!r} may have been stored, and is not acknowledged: {error} Read it "
+            "before you put it again.",
+            key=key,
+        ) from error
 
 
 def _drop(store: PoolContext, claim: KeyClaim) -> None:
