@@ -130,7 +130,6 @@ def test_an_answer_without_an_end_is_given_up_by_its_size_or_its_time(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gigabytes are announced and sent; or a byte now and then."""
-    monkeypatch.setattr(etcd_gateway, "ATTEMPT_SECONDS", 0.5)
     done = threading.Event()
 
     def flood(connection: socket.socket) -> None:
@@ -143,11 +142,12 @@ def test_an_answer_without_an_end_is_given_up_by_its_size_or_its_time(
         while not done.wait(0.05):
             connection.sendall(b" ")
 
-    for answer in (flood, drip):
+    for answer, seconds, reason in ((flood, 30.0, "more than"), (drip, 0.5, "did not end in time")):
+        monkeypatch.setattr(etcd_gateway, "ATTEMPT_SECONDS", seconds)
         store, began = gateway(serve(answer)), time.monotonic()
-        with pytest.raises(RegistersUnavailable, match=r"more than|did not end in time|timed out"):
-            store.swap("a", b"x", "7", 0.5)
-        assert time.monotonic() - began < 3.0
+        with pytest.raises(RegistersUnavailable, match=f"{reason}|timed out"):
+            store.swap("a", b"x", "7", seconds)
+        assert time.monotonic() - began < 10.0
         store.close()
     done.set()
 
