@@ -29,7 +29,7 @@ from hpstore.pool.pool import Pool
 from hpstore.units import MIB
 from tests.integration.rank_server import Call, rank_server
 
-PATIENCE = 100.0  # seconds until processes that do not end are a failure
+PATIENCE = 200.0  # seconds until processes that do not end are a failure: pytest has 300
 INPUTS, HIDDEN = 70, 304
 UNEVEN, OUTPUTS = 50, 3  # over four ranks: the one leaves a short shard, the other an empty one
 Job = Callable[..., None]
