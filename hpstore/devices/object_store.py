@@ -141,7 +141,7 @@ class ObjectStoreDevice:
         )
 
     def stamp(self, path: str) -> Stamp | None:
-        """Of what a store says: one that gives equal bytes equal etags tells a replacement by them
+        """Of what a store says: one that gives equal bytes equal etags shows a replacement by them
         by its time alone, often of whole seconds."""
         found = self.client.facts(self._path(path))
         if found is None:
@@ -245,7 +245,7 @@ def _blank(size_bytes: int, url: str) -> Bytes:
 class StoreReader:
     """Range reads of one stored file; what came with its opening is in memory.
 
-    Replaced by another one, it is read anew: each call returns bytes of one file alone.
+    Replaced by another one, it is read again: each call returns bytes of one file alone.
     """
 
     descriptor = -1

@@ -89,7 +89,7 @@ class RemoteDevice:
             try:
                 self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
                 self._put_once(path, source)
-                self._quota.changed(source.tell())
+                self._quota.changed(source.seek(0, io.SEEK_END))
             except (FileNotFoundError, FileExistsError) as error:  # a pruner is at the directory
                 if attempt == _PUT_TRIES - 1:
                     raise DeviceMissing(

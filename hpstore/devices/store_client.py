@@ -201,7 +201,7 @@ class StoreClient:
             return _facts(self.call("stat", lambda: self._obstore.head(self.store, path)))
         except (FileNotFoundError, DeviceDenied):
             pass
-        try:  # an answer to HEAD has no body: only this tells a bucket that is gone, a wrong key
+        try:  # an answer to HEAD has no body: this names a bucket that is gone, a wrong key
             probe = np.empty(1, np.uint8)
             return self.read_into(path, 0, probe, short=True)[0]
         except FileNotFoundError:

@@ -26,7 +26,7 @@ class StoreCredentials:
     token: str = field(default="", repr=False)
 
     def hidden_in(self, text: str) -> str:
-        """A text of somebody else, as an error, without what must not be shown."""
+        """The text of a library, as an error, without what must not be shown."""
         for value in sorted(filter(None, (self.secret, self.token)), key=len, reverse=True):
             text = text.replace(value, "***")
         return text

@@ -1,4 +1,4 @@
-"""Errors of an object store, told apart: what failed, on which device, and what to do. Pure.
+"""Errors of an object store by their kinds: what failed, on which device, and what to do. Pure.
 
 A client's text holds the server's whole answer and its own state. Of that only the code, the status
 and the kind are taken, each bounded, so that no secret and no page of XML reaches a log.

@@ -20,7 +20,7 @@ RETRY_SECONDS = 60.0
 class StoreQuota:
     """Usage of one device on a store. Thread-safe.
 
-    `capacity_bytes` 0: nobody has said, and nothing is counted. `sizes` lists the stored files'
+    `capacity_bytes` 0: it was not given, and nothing is counted. `sizes` lists the stored files'
     sizes; it runs on a thread of its own, and until the first count has ended the space is unknown.
     """
 

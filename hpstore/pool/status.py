@@ -76,7 +76,7 @@ class PoolStatus:
     used_bytes: int  # of capacity_bytes, by whatever lies there
     capacity_bytes: int  # of all devices that answer; what shares a filesystem counts once
     usable_bytes: int  # object bytes that still fit, at the geometry of now; see room_known
-    room_known: bool  # False: stores without a quota could take more than anybody knows
+    room_known: bool  # False: stores without a quota could take more than is known
     can_shrink_by: int  # devices that may go before new data loses its full parity
     read_only: bool
     authenticated: bool  # files carry MACs of the pool's key; without, a device can forge them
