@@ -30,7 +30,12 @@ class TwoEndpoints:
     """Two servers, three buckets each, and the settings of a pool over them."""
 
     def __init__(self, place: Path) -> None:
-        self.east, self.west = S3Server(place / "east"), S3Server(place / "west")
+        self.east = S3Server(place / "east")
+        try:
+            self.west = S3Server(place / "west")
+        except BaseException:
+            self.east.stop()
+            raise
         self.servers = {"east": self.east, "west": self.west}
 
     def urls(self, buckets: int = 3) -> list[str]:
