@@ -72,8 +72,9 @@ def certificates_or_skip(directory: Path) -> Path:
 def s3_or_skip(*, enforces: bool = True) -> Iterator[str]:
     """The URL of a bucket of a real server of S3 in this process (moto).
 
-    `enforces`: conditional writes; without, their conditions do not reach the server, as with
-    stores that ignore them.
+    One request at a time: moto looks at a condition and writes in two steps, which threads would
+    come between. `enforces`: conditional writes; without, their conditions do not reach the server,
+    as with stores that ignore them.
     """
     server = pytest.importorskip("moto.server", reason="needs moto[server]")
     serving = pytest.importorskip("werkzeug.serving", reason="needs moto[server]")
@@ -86,7 +87,7 @@ def s3_or_skip(*, enforces: bool = True) -> Iterator[str]:
         return plain(environ, start)
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    made = serving.make_server("127.0.0.1", 0, plain if enforces else ignoring, threaded=True)
+    made = serving.make_server("127.0.0.1", 0, plain if enforces else ignoring, threaded=False)
     thread = threading.Thread(target=made.serve_forever, name="moto", daemon=True)
     thread.start()
     endpoint = f"http://127.0.0.1:{made.server_port}"

@@ -211,7 +211,7 @@ def test_a_host_that_was_stopped_within_its_put_is_not_acknowledged_beside_anoth
     """Before a chosen rename; its clock is right, ahead or behind. One of the two has put."""
     if shift and not _FAKETIME.exists():
         pytest.skip("needs libfaketime (Debian: apt-get install faketime)")
-    if not LONG and (renames, size, shift) not in {(1, 700_000, "-1h"), (2, 700_000, "+1h")}:
+    if not LONG and (renames, size, shift) != (2, 700_000, "+1h"):
         pytest.skip("with HPSTORE_LONG_TESTS")
     pool = grow(place, etcd.url)
     one = host(place, STOPPED, str(renames), str(size), shift=shift)

@@ -121,7 +121,7 @@ TURNS = st.lists(
 )
 
 
-@hypothesis_settings(max_examples=3000 if LONG else 250, deadline=None)
+@hypothesis_settings(max_examples=3000 if LONG else 100, deadline=None)
 @given(TURNS, st.tuples(*[st.sampled_from([0, HOUR_MS, -HOUR_MS])] * 3))
 @example([(0, 3, "", 0.0), (1, 9, "", 4.0), (0, 9, "", 0.0)], (HOUR_MS, 0, 0))
 @example([(0, 4, "", 0.0), (1, 9, "", 4.0), (0, 9, "", 0.0)], (-HOUR_MS, 0, 0))

@@ -26,6 +26,7 @@ from hpstore.objects.context import PoolContext
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.testing.memory_swaps import MemoryRecords, MemorySwaps
+from tests.register_servers import s3_or_skip
 
 URL = "etcd://a:2379,b:2379,c:2379/pools"
 HOUR_MS = 3_600_000
@@ -359,3 +360,32 @@ def test_a_url_that_names_no_registers_is_refused_before_anything_is_done(
     """With the forms that are known."""
     with harness.open() as pool, pytest.raises(ConfigError, match=r"Use devices, etcd://HOST"):
         pool.admin.move_registers(url)
+
+
+@pytest.mark.parametrize("enforces", [True, False])
+def test_a_pool_agrees_through_a_server_of_s3_that_enforces_conditions_and_no_other(
+    harness: Harness, *, enforces: bool
+) -> None:
+    """moto's; without conditions it is refused before anything is changed."""
+    with (
+        s3_or_skip(enforces=enforces) as url,
+        harness.open() as a,
+        harness.open() as b,
+    ):
+        if not enforces:
+            generation = a.admin.record.generation
+            with pytest.raises(ConfigError, match="does not enforce conditional writes"):
+                a.admin.move_registers(url)
+            assert a.admin.record.generation == generation
+            b.put("k", b"b", if_absent=True)
+            return
+        report = a.admin.move_registers(url)
+        assert (report.kind, report.problem) == ("outside", "")
+        first = a.put("k", b"a", if_absent=True).version
+        with pytest.raises(VersionConflict):
+            b.put("k", b"b", if_absent=True)
+        b.put("k", b"b", if_version=first)
+        b.evict("memory://d3")
+        a.admin.move_registers("devices")
+        with pytest.raises(VersionConflict):
+            b.put("k", b"c", if_version=first)
