@@ -96,6 +96,7 @@ def test_help_shows_groups_and_short_names_apart() -> None:
         "agent",
         "health",
         "memory",
+        "registers",
     ]
 
 
