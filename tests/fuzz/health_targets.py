@@ -6,11 +6,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpstore.health.detect.learnt_times import LearntTimes
+from hpstore.health.detect.telemetry import CELLS
 from hpstore.health.forecast.drive_stats import BadRows, read_rows
 from hpstore.health.forecast.forecast_model import _digest, model_from_json
 from hpstore.health.smart.readout import parse_diskstats, parse_nvme, parse_smartctl
 from tests.fuzz.engine import Target
-from tests.fuzz.pool_targets import scratch, unsealed
+from tests.fuzz.pool_targets import record, scratch, unsealed
+
+
+def take_learnt(data: bytes) -> None:
+    LearntTimes.decode(data, cells=CELLS, where="fuzz")
+
+
+def learnt_seeds() -> list[bytes]:
+    return [
+        LearntTimes().encode(),
+        LearntTimes(cells={"a" * 32: {0: 1e-3, 17: 0.5}, "b" * 32: {CELLS - 1: 2.0}}).encode(),
+    ]
 
 
 def take_smart(data: bytes) -> None:
@@ -100,6 +113,7 @@ def model_sealed(parts: Sequence[bytes]) -> bytes:
 HEALTH_TARGETS = [
     Target(name="smart", run=take_smart, seeds=lambda: [SMART, DISKSTATS]),
     Target(name="drive-stats", run=take_drive_stats, seeds=drive_stats_seeds),
+    record("learnt-times", learnt_seeds, take_learnt),
     Target(
         name="forecast-model",
         run=model_from_json,
