@@ -156,3 +156,46 @@ def test_what_is_no_disk_is_of_an_unknown_kind(tmp_path: Path) -> None:
     assert traits_of(str(tmp_path / "gone")) == Traits()
     assert traits_of("memory://x") == Traits()
     assert traits_of("s3://bucket/x").media is Media.REMOTE
+
+
+@pytest.mark.parametrize(
+    ("below", "media"),
+    [
+        ({"nvme0n1": "0", "nvme1n1": "0"}, Media.NVME),
+        ({"sda": "1"}, Media.HDD),
+        ({"sda": "1", "nvme0n1": "0"}, Media.UNKNOWN),
+        ({"vda": "1"}, Media.UNKNOWN),
+        ({}, Media.UNKNOWN),
+    ],
+)
+def test_a_mapped_disk_is_of_the_kind_of_those_below(
+    tmp_path: Path, below: dict[str, str], media: Media
+) -> None:
+    """LVM, encryption and md: where all below are of one kind; a partition is its disk."""
+    root = tmp_path / "sys"
+    disk(root, tmp_path, "dm-0", "1")
+    slaves = root / "devices" / "dm-0" / "slaves"
+    slaves.mkdir()
+    for name, rotates in below.items():
+        block = root / "devices" / name
+        (block / "queue").mkdir(parents=True)
+        (block / "queue" / "rotational").write_text(rotates)
+        (block / f"{name}p1").mkdir()
+        (slaves / f"{name}p1").symlink_to(block / f"{name}p1")
+    assert traits_of(str(tmp_path), sys_root=str(root)).media is media
+
+
+@pytest.mark.parametrize(
+    ("kind", "media"), [("nfs4", Media.REMOTE), ("ext4", Media.HDD), ("tmpfs", Media.HDD)]
+)
+def test_a_file_system_of_a_network_is_remote(tmp_path: Path, kind: str, media: Media) -> None:
+    """By the table of mounts; lines that are none are passed over."""
+    number = os.stat(tmp_path).st_dev
+    disk(tmp_path / "sys", tmp_path, "sda", "1")
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "\nx\n22 1 0:1 / /proc rw - proc proc rw\n"
+        f"36 22 {os.major(number)}:{os.minor(number)} / /mnt rw shared:1 - {kind} a:/b rw\n"
+    )
+    found = traits_of(str(tmp_path), sys_root=str(tmp_path / "sys"), mounts=str(mounts))
+    assert found.media is media
