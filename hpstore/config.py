@@ -67,8 +67,8 @@ class Settings:
     direct: bool = setting(True, "O_DIRECT on local devices")
     tls: str = setting(
         "mutual",
-        'how disks of other hosts are reached: "mutual" TLS, or "plain" on a network that nobody '
-        "else can reach",
+        'how disks of other hosts are reached: "mutual" TLS, or "plain" on a network that only '
+        "these hosts can reach",
     )
     certificates: str = setting(
         "",

@@ -75,7 +75,11 @@ def test_paths_of_all_keys_pass(parts: list[str]) -> None:
         assert check_file_path(path) == path
 
 
-@given(st.text(max_size=40))
+PARTS = st.sampled_from(["..", ".", "", "a", "@1", "objects"])
+BELOW = st.lists(PARTS, min_size=1, max_size=4).map(lambda parts: "/".join(["objects", *parts]))
+
+
+@given(st.one_of(BELOW, st.text(max_size=40)))
 def test_no_path_leads_out(text: str) -> None:
     """Whatever passes is relative, and has no component that climbs."""
     try:

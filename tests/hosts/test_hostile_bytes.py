@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -240,19 +242,24 @@ def test_a_body_that_does_not_come_is_cut(service: HostService) -> None:
         assert ended(sock)
 
 
-def test_connections_have_a_limit(service: HostService) -> None:
-    """One more is closed at once; when one of them ends there is room again."""
-    with connect(service) as first:
-        others = [connect(service) for _ in range(LIMITS.connections - 1)]
-        for sock in (first, *others):
-            sock.sendall(call("open", handle="0" * 16, path="objects/none"))
-            assert answer(sock)[0] == 409
-        with connect(service) as sock:
+@pytest.mark.parametrize(("connections", "of_peer"), [(4, 99), (99, 4)])
+def test_connections_have_a_limit(connections: int, of_peer: int, tmp_path: Path) -> None:
+    """One more, of all or of one address, is closed at once; when one of them ends there is room
+    again."""
+    limits = replace(LIMITS, connections=connections, connections_of_peer=of_peer, idle_seconds=60)
+    with HostService("127.0.0.1", 0, limits=limits) as service:
+        device = LocalDevice(str(tmp_path))
+        device.prepare()
+        service.export(device)
+        others = [connect(service) for _ in range(4)]
+        for sock in others:
             sock.sendall(RIGHT)
-            assert answer(sock)[0] == 0
+            assert answer(sock)[0] == 200
+        with connect(service) as sock:
+            assert not sends(sock, RIGHT) or answer(sock)[0] == 0
         for sock in others:
             sock.close()
-    assert until(lambda: answers(service))
+        assert until(lambda: answers(service))
 
 
 def answers(service: HostService) -> bool:
@@ -380,3 +387,40 @@ def test_a_read_that_fails_in_its_middle_says_why(service: HostService, tmp_path
     assert held(service) == 1  # a cut answer costs no handle
     assert fetch(device, "objects/a/@1") == pattern(1024 * PAGE).tobytes()[: 700 * PAGE]
     device.close()
+
+
+def test_a_forked_child_is_another_process(service: HostService) -> None:
+    """It has connections and a session of its own, reads what the parent had open by opening it
+    again, and does not keep the parent's session alive."""
+    host, port = service.address
+    device = HostDevice(f"hpd://{host}:{port}/0", seconds=5.0)
+    store(device, "objects/a/@1", pattern(PAGE))
+    reader = device.open("objects/a/@1")
+    here, there = os.pipe(), os.pipe()
+    pid = os.fork()
+    if not pid:  # the child
+        os.close(there[1])
+        status = 1
+        with contextlib.suppress(BaseException):
+            target = pattern(PAGE, 1)
+            reader.read_into(0, target)
+            status = int(target.tobytes() != pattern(PAGE).tobytes())
+            os.write(here[1], b"x")
+            os.read(there[0], 1)  # it lives on
+        os._exit(status)
+    try:
+        assert os.read(here[0], 1) == b"x"
+        assert held(service) == 2  # the parent's, and its own
+        target = pattern(PAGE, 2)
+        reader.read_into(0, target)
+        assert target.tobytes() == pattern(PAGE).tobytes()
+        device.close()
+        assert until(lambda: held(service) == 1)  # its copies of the connections are closed
+        os.write(there[1], b"x")
+        assert until(lambda: held(service) == 0)
+    finally:
+        os.close(there[1])  # the child ends
+        ended_as = os.waitpid(pid, 0)[1]
+    assert ended_as == 0
+    for descriptor in (*here, there[0]):
+        os.close(descriptor)
