@@ -123,7 +123,7 @@ def _flag(value: object) -> bool:
 def _stamp_of(value: object) -> RecordStamp | None:
     if value is None:
         return None
-    if not isinstance(value, list) or len(value) != 3:
+    if not isinstance(value, list | tuple) or len(value) != 3:
         raise ValueError("a stamp is three numbers")
     inode, changed, size = (whole(part, "a stamp", most=_MOST) for part in value)
     return inode, changed, size
