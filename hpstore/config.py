@@ -69,11 +69,13 @@ class Settings:
         "mutual",
         'how disks of other hosts are reached: "mutual" TLS, or "plain" on a network that only '
         "these hosts can reach",
+        advanced=True,
     )
     certificates: str = setting(
         "",
         "directory of ca.pem, certificate.pem and key.pem for other hosts; by default "
         "~/.config/hpstore/tls",
+        advanced=True,
     )
     health: bool = setting(True, "slow devices are detected, and reads avoid them")
     group: str = setting("", "name or number of the group that new devices are given to")
