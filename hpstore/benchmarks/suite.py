@@ -59,6 +59,13 @@ def bench_hosts(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_ingest(options: Options) -> dict[str, object]:
+    """hpstore/benchmarks/ingest_bench.py; torch is imported only when it runs."""
+    from hpstore.benchmarks.ingest_bench import bench_ingest as run
+
+    return run(options)
+
+
 BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "cache": bench_cache,
     "checkpoint": bench_checkpoint,
@@ -66,6 +73,7 @@ BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "erasure": bench_erasure,
     "health": bench_health,
     "hosts": bench_hosts,
+    "ingest": bench_ingest,
     "loader": bench_loader,
     "remote": bench_remote,
     "train": bench_train,
@@ -77,6 +85,7 @@ DEFAULT_BYTES = {
     "erasure": GIB,
     "health": 0,
     "hosts": GIB,
+    "ingest": 128 * MIB,
     "loader": 200_000 * 12 * KIB,
     "remote": 64 * MIB,
     "train": 0,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from hpstore.benchmarks.harness.measure import Options
 
 
-_NAMES = "cache, checkpoint, devices, erasure, health, loader, remote, train"
+_NAMES = "cache, checkpoint, devices, erasure, health, hosts, ingest, loader, remote, train"
 _SIZES = "object size, 1GiB; of a checkpoint 1.5GiB; of a data set 2.3GiB; or small"
 _PEERS = (
     "for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "

@@ -25,7 +25,8 @@ from hpstore.loaders.cache.messages import TURNS, address, listen
 from hpstore.loaders.ingestion import open_source
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.numpy_source import numpy_files
-from hpstore.loaders.ingestion.sample_source import IndexedSource, Source, SourceItem
+from hpstore.loaders.ingestion.sample_source import IndexedSource, Source
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 from hpstore.runtime.clock import SystemClock
 from tests.fuzz.engine import bounded

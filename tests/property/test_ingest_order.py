@@ -7,12 +7,8 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.ingestion.sample_source import (
-    BLOCK_SHIFT,
-    BlockwiseSource,
-    IndexedSource,
-    SourceItem,
-)
+from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, IndexedSource
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.loaders.ingestion.write_order import (
     BlockRecords,
     IngestPosition,

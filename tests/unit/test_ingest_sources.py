@@ -16,12 +16,8 @@ import zarr
 from hpstore.errors import ConfigError
 from hpstore.loaders import Field, open_source
 from hpstore.loaders.ingestion.infer_fields import infer_fields
-from hpstore.loaders.ingestion.sample_source import (
-    BlockwiseSource,
-    IndexedSource,
-    Source,
-    SourceItem,
-)
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
+from hpstore.loaders.ingestion.source_rows import SourceItem
 
 
 def items_of(source: Source) -> list[SourceItem]:

@@ -18,7 +18,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.json_values import decode_value, encode_value
 from hpstore.loaders.dataset.media_types import may_be, media_type_of
-from hpstore.loaders.dataset.python_numbers import python_number, python_numbers
+from hpstore.loaders.dataset.python_numbers import plain_numbers, python_number, python_numbers
 
 SCALAR_BYTES = 64  # a fixed value up to this size stands in a column of its own, not in records
 MAX_VALUE_BYTES = (1 << 32) - 1  # of one ragged value: its length is stored as u32
@@ -359,6 +359,10 @@ def as_array(field: Field, value: object) -> Array:
 def fixed_rows(name: str, field: Field, values: object, where: str) -> Array:
     """Rows of a scalar or fixed field, (n, *shape) in storage dtype. Raises ConfigError."""
     if isinstance(values, list | tuple):
+        if values and field.shape == () and field.dtype != BFLOAT16:
+            numbers = plain_numbers(field.storage, values)
+            if numbers is not None:
+                return numbers
         rows = [fixed_value(name, field, value, where) for value in values]
         return np.stack(rows) if rows else np.empty((0, *field.inner_shape), field.storage)
     try:

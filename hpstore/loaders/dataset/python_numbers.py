@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cmath
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,3 +60,16 @@ def python_number(dtype: str, storage: np.dtype[Any], value: complex) -> Array:
     if not finite and cmath.isfinite(value):
         raise ConfigError(f"is {value!r}, which is infinite as {dtype}")
     return stored
+
+
+def plain_numbers(storage: np.dtype[Any], values: Sequence[object]) -> Array | None:
+    """One number a row, made at once; None unless all are ints, or floats, that surely fit."""
+    kind = {"i": int, "u": int, "f": float}.get(storage.kind)
+    if kind is None or (kind is float and storage.itemsize != 8):
+        return None
+    if any(type(value) is not kind for value in values):
+        return None
+    try:
+        return np.array(values, storage)
+    except OverflowError:
+        return None

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hpstore.errors import ConfigError, IngestError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED
@@ -26,15 +23,12 @@ from hpstore.loaders.ingestion.arrow_classes import (
     is_categorical,
     recorded_classes,
 )
-from hpstore.loaders.ingestion.arrow_nested import Convert, json_column, with_none
+from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_rows
+from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
 from hpstore.loaders.ingestion.hive_partitions import Partitions, root_of
-from hpstore.loaders.ingestion.sample_source import (
-    BLOCK_SHIFT,
-    BlockwiseSource,
-    SourceItem,
-    digest_of,
-)
+from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, is_remote, local_path
+from hpstore.loaders.ingestion.source_rows import ItemRows, SourceItem, SourceRows
 from hpstore.loaders.ingestion.table_files import table_files
 
 PARQUET = (".parquet", ".pq")
@@ -63,6 +57,7 @@ class ArrowTables(BlockwiseSource):
     """
 
     kind = "parquet"
+    reads_ahead = True
 
     def __init__(
         self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
@@ -195,36 +190,35 @@ class ArrowTables(BlockwiseSource):
         return file.name
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        for rows in self.read_rows(block, start):
+            yield from rows.items()
+
+    def read_rows(self, block: int, start: int) -> Iterator[SourceRows]:
+        """By columns, a record batch at a time."""
         found = self._blocks[block]
         origin, number = block << BLOCK_SHIFT, 0
         name = self._name(found.file)
         if found.problem:
-            yield from [SourceItem(name=name, origin=origin, problem=found.problem)][start:]
+            if not start:
+                yield ItemRows([SourceItem(name=name, origin=origin, problem=found.problem)])
             return
         name = name if found.rows is None else f"{name}: block {found.part}"
         ours = self._partitions.schema.names
         inside = [n for n in self._names if n not in ours]
-        found_columns = {n: self._column(n) for n in self._names}
-        columns = {n: convert for n, (_, convert) in found_columns.items()}
-        optional = {n for n, (made, _) in found_columns.items() if made.optional}
+        made = {n: self._column(n) for n in self._names}
         try:
             for read in _batches(self._arrow, found, inside):
                 read.validate(full=True)  # offsets that lie lead to other memory
                 batch = self._partitions.added(found.file, read, self._names) if ours else read
-                if number + batch.num_rows > start:
-                    rows = arrow_samples(batch, columns, optional)
-                    for row, (sample, problem) in enumerate(rows, number):
-                        if row >= start:
-                            yield SourceItem(
-                                name=f"{name} row {row}",
-                                origin=origin | row,
-                                sample=sample,
-                                problem=problem,
-                            )
+                low = min(max(0, start - number), batch.num_rows)
+                if low < batch.num_rows:
+                    yield from arrow_rows(
+                        batch.slice(low), made, f"{name} row", origin, number + low
+                    )
                 number += batch.num_rows
         except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
             problem = f"it cannot be read past row {number}: {_line(error)}"
-            yield SourceItem(name=name, origin=origin | number, problem=problem)
+            yield ItemRows([SourceItem(name=name, origin=origin | number, problem=problem)])
 
 
 def pyarrow_of(what: str) -> Any:
@@ -312,119 +306,3 @@ def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
                 yield batch.select(list(names))
         else:
             yield arrow.ipc.open_file(mapped).get_batch(block.part).select(list(names))
-
-
-def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
-    """The field of an Arrow column, and how its values are made. Raises ConfigError."""
-    t, kind = arrow.types, field.type
-    if t.is_dictionary(kind):
-        plain, convert = arrow_field(arrow, arrow.field(field.name, kind.value_type))
-        return plain, lambda column: convert(column.dictionary_decode())
-    if t.is_string(kind) or t.is_large_string(kind):
-        return Field("str"), lambda column: column.to_pylist()
-    if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
-        return Field("bytes"), lambda column: column.to_pylist()
-    if t.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        plain, convert = arrow_field(arrow, kind.field("bytes").with_name(field.name))
-        return plain, lambda column: convert(column.field("bytes"))
-    if t.is_timestamp(kind) or t.is_duration(kind) or t.is_time64(kind) or t.is_date64(kind):
-        return Field("int64"), lambda column: _numbers(column.cast(arrow.int64()))
-    if t.is_date32(kind) or t.is_time32(kind):
-        return Field("int32"), lambda column: _numbers(column.cast(arrow.int32()))
-    if t.is_fixed_size_list(kind):
-        return _fixed_lists(arrow, field)
-    if (nested := _json_column(arrow, kind)) is not None:
-        return nested
-    if t.is_list(kind) or t.is_large_list(kind):
-        inner, convert = arrow_field(arrow, kind.value_field.with_name(field.name))
-        if not inner.is_ragged:
-            return Field(inner.dtype, (None, *inner.shape)), lambda c: _ragged(c, convert)
-    elif t.is_primitive(kind) and not t.is_temporal(kind) and not t.is_decimal(kind):
-        with contextlib.suppress(NotImplementedError):  # intervals have no type of numpy
-            return Field(np.dtype(kind.to_pandas_dtype()).name), _numbers
-    raise ConfigError(
-        f"column {field.name!r} is {kind}, which no field can hold; leave it out with fields="
-    )
-
-
-def _json_column(arrow: Any, kind: Any) -> tuple[Field, Convert] | None:
-    """Of lists and structs that are no arrays of numbers."""
-    t = arrow.types
-    if (t.is_list(kind) or t.is_large_list(kind)) and _is_array(arrow, kind.value_type):
-        return None
-    return json_column(arrow, kind)
-
-
-def _is_array(arrow: Any, kind: Any) -> bool:
-    """Whether values of this type are numbers, or arrays of one size."""
-    if arrow.types.is_fixed_size_list(kind):
-        return _is_array(arrow, kind.value_type)
-    return bool(arrow.types.is_primitive(kind))
-
-
-def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
-    inner, convert = arrow_field(arrow, field.type.value_field.with_name(field.name))
-    size = field.type.list_size
-    if inner.is_ragged or size < 1:
-        raise ConfigError(f"column {field.name!r} is {field.type}, which no field can hold")
-
-    def rows(column: Any) -> Sequence[object]:
-        if column.null_count:  # its place in the flat values is empty, or filled with anything
-            raise _NullInside
-        values = np.asarray(convert(column.flatten()))
-        return values.reshape(len(column), size, *inner.inner_shape)  # type: ignore[return-value]
-
-    return Field(inner.dtype, (size, *inner.shape)), rows
-
-
-def _numbers(column: Any) -> Sequence[object]:
-    if column.null_count:
-        raise _NullInside
-    values: Sequence[object] = column.to_numpy(zero_copy_only=False)
-    return values
-
-
-class _NullInside(ValueError):
-    """A list holds a null."""
-
-
-def _ragged(column: Any, convert: Convert) -> Sequence[object]:
-    """Views of the flat values, one a row."""
-    if column.null_count:
-        raise _NullInside
-    values = np.asarray(convert(column.flatten()))
-    ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
-    return [values[a:b] for a, b in pairwise([0, *ends.tolist()])]
-
-
-def arrow_samples(
-    batch: Any, columns: dict[str, Convert], optional: Collection[str]
-) -> Iterator[tuple[dict[str, object] | None, str]]:
-    """Samples of a batch, or what is wrong with each. Whole columns at once where none is null."""
-    try:
-        if any(batch.column(name).null_count for name in columns if name not in optional):
-            raise _NullInside
-        values = {name: convert(batch.column(name)) for name, convert in columns.items()}
-    except _NullInside:
-        if batch.num_rows > 1:
-            for row in range(batch.num_rows):
-                yield from arrow_samples(batch.slice(row, 1), columns, optional)
-        else:
-            yield None, "it holds a null: " + ", ".join(_null_columns(batch, columns, optional))
-        return
-    for found in zip(*values.values(), strict=True):
-        yield dict(zip(values, found, strict=True)), ""
-
-
-def _null_columns(
-    batch: Any, columns: dict[str, Convert], optional: Collection[str]
-) -> Iterator[str]:
-    for name, convert in columns.items():
-        column = batch.column(name)
-        try:
-            convert(column)
-        except _NullInside:
-            yield repr(name)
-        else:
-            if column.null_count and name not in optional:
-                yield repr(name)

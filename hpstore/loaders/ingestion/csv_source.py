@@ -22,11 +22,11 @@ from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRO
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,
-    SourceItem,
     digest_of,
     printable,
 )
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import GIB, MIB, format_bytes
 
 TABLE_TEXT = tuple(name + end for name in (".csv", ".tsv") for end in ("", *COMPRESSIONS))

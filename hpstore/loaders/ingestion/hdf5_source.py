@@ -17,11 +17,11 @@ from hpstore.loaders.dataset.fields import DTYPES, Field
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
-    SourceItem,
     digest_of,
     printable,
 )
 from hpstore.loaders.ingestion.source_paths import file_facts, local_files
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import MIB, div_ceil, format_bytes
 
 HDF5 = (".h5", ".hdf5", ".he5", ".hdf")

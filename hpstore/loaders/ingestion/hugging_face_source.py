@@ -13,14 +13,11 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.class_names import CLASSES
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.arrow_classes import recorded_classes
+from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_samples
 from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
-from hpstore.loaders.ingestion.arrow_source import arrow_field, arrow_samples, pyarrow_of
-from hpstore.loaders.ingestion.sample_source import (
-    BLOCK_SHIFT,
-    BlockwiseSource,
-    SourceItem,
-    digest_of,
-)
+from hpstore.loaders.ingestion.arrow_source import pyarrow_of
+from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import div_ceil
 
 BLOCK_ROWS = 1000

@@ -11,25 +11,38 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from operator import itemgetter
 from pathlib import Path
 
-import aiofiles
+import aiofiles.os
 import numpy as np
 
+from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IngestError
-from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.stored_values import StoredValues
 from hpstore.loaders.ingestion.image_checks import image_problem
 from hpstore.loaders.ingestion.sample_source import (
     IndexedSource,
-    SourceItem,
     digest_of,
     in_order,
     printable,
+    sliced,
+)
+from hpstore.loaders.ingestion.source_rows import (
+    Column,
+    ColumnRows,
+    SourceItem,
+    SourceRows,
+    gathered,
+    grouped,
 )
 from hpstore.runtime.threads import WorkerThreads, start_thread
+from hpstore.units import MIB
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_DEPTH = 64
+SLICE_ROWS, SLICE_BYTES = 32, 4 * MIB  # read by a thread at a time
 
 
 class ImageFolder(IndexedSource):
@@ -52,6 +65,7 @@ class ImageFolder(IndexedSource):
     ) -> None:
         self.where = printable(str(root))
         self._root, self._check = Path(root), check
+        self._prefix = os.path.join(root, "")
         self._extensions = frozenset(e.lower() for e in extensions)
         if not self._root.is_dir():
             raise ConfigError(f"{self.where} is not a folder of images")
@@ -128,30 +142,71 @@ class ImageFolder(IndexedSource):
 
     def load(self, index: int) -> SourceItem:
         try:
-            return self._item(index, (self._root / self._paths[index]).read_bytes())
-        except OSError as error:
-            return self._unreadable(index, error)
-
-    def read(self, indices: Iterable[int], workers: int) -> Iterator[SourceItem]:
-        """Images in the order given, `workers` files open at a time, read by an event loop."""
-        with FileLoop(workers) as files:
-
-            def submit(index: int) -> Future[SourceItem]:
-                return asyncio.run_coroutine_threadsafe(self._fetch(index), files.loop)
-
-            yield from in_order(submit, indices, ahead=2 * workers, bytes_of=self.bytes_of)
-
-    async def _fetch(self, index: int) -> SourceItem:
-        try:
-            async with aiofiles.open(self._root / self._paths[index], "rb") as file:
-                data = await file.read()
+            data = self._bytes(index)
         except OSError as error:
             return self._unreadable(index, error)
         return self._item(index, data)
 
+    def read(self, indices: Iterable[int], workers: int) -> Iterator[SourceItem]:
+        for rows in self.read_rows(indices, workers):
+            yield from rows.items()
+
+    def read_rows(self, indices: Iterable[int], workers: int) -> Iterator[SourceRows]:
+        """Images in the order given, of `workers` slices at a time, read by an event loop."""
+        slices = sliced(indices, self.bytes_of, rows=SLICE_ROWS, nbytes=SLICE_BYTES)
+        with FileLoop(workers) as files:
+            read = aiofiles.os.wrap(self._read_slice)
+
+            def submit(some: tuple[list[int], int]) -> Future[list[SourceRows]]:
+                return asyncio.run_coroutine_threadsafe(
+                    read(some[0], executor=files.executor), files.loop
+                )
+
+            found = in_order(submit, slices, ahead=2 * workers, bytes_of=itemgetter(1))
+            yield from gathered(rows for some in found for rows in some)
+
+    def _read_slice(self, indices: list[int]) -> list[SourceRows]:
+        """These images by columns, or one by one where one of them is bad."""
+        rows: list[Bytes] = []
+        for index in indices:
+            try:
+                data = self._bytes(index)
+            except OSError:
+                break
+            if len(data) > MAX_VALUE_BYTES:
+                break
+            if self._check and image_problem(data, self._ending(index)):
+                break
+            rows.append(np.frombuffer(data, np.uint8))
+        if len(rows) < len(indices):
+            return list(grouped(map(self.load, indices)))
+        columns: dict[str, Column] = {"image": StoredValues(text=False, rows=rows)}
+        origins = np.array(indices, np.int64)
+        if self.classes:
+            columns["label"] = self._labels[origins]
+        return [ColumnRows(columns, origins, lambda row: self.name_of(indices[row]))]
+
+    def _bytes(self, index: int) -> bytes:
+        """The whole file."""
+        descriptor = os.open(self._prefix + self._paths[index], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = int(self._sizes[index])
+            data = os.read(descriptor, size + 1)
+            while len(data) != size:  # it has changed since the scan, or not all came at once
+                more = os.read(descriptor, MIB)
+                if not more:
+                    break
+                data += more
+        finally:
+            os.close(descriptor)
+        return data
+
+    def _ending(self, index: int) -> str:
+        return os.path.splitext(self._paths[index])[1]
+
     def _item(self, index: int, data: bytes) -> SourceItem:
         name = self._paths[index]
-        problem = image_problem(data, os.path.splitext(name)[1]) if self._check else ""
+        problem = image_problem(data, self._ending(index)) if self._check else ""
         sample: dict[str, object] = {"image": data}
         if self.classes:
             sample["label"] = int(self._labels[index])
@@ -170,8 +225,8 @@ class FileLoop:
 
     def __init__(self, workers: int) -> None:
         self.loop = asyncio.new_event_loop()
-        self._pool = WorkerThreads(workers, "hpstore-ingest")
-        self.loop.set_default_executor(self._pool)
+        self.executor = WorkerThreads(workers, "hpstore-ingest")
+        self.loop.set_default_executor(self.executor)
         self._thread = threading.Thread(
             target=self.loop.run_forever, name="hpstore-ingest-loop", daemon=True
         )
@@ -184,7 +239,7 @@ class FileLoop:
         asyncio.run_coroutine_threadsafe(_drained(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._pool.shutdown()
+        self.executor.shutdown()
         self.loop.close()
 
 

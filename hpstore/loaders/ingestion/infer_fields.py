@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import DTYPES, Field
 from hpstore.loaders.dataset.json_values import check_json, is_chat
-from hpstore.loaders.ingestion.sample_source import Sample
+from hpstore.loaders.ingestion.source_rows import Column, Sample
 
 LOOKED_AT = 64
 """Samples that fields are inferred from."""
@@ -137,24 +137,17 @@ def fitted(sample: Sample, fields: Iterable[str], *, whole: bool = False) -> dic
     return found
 
 
+def fitted_columns(
+    columns: Mapping[str, Column], fields: Collection[str], *, whole: bool = False
+) -> dict[str, Column] | None:
+    """As fitted(), of many samples at once; None where it raises for one of them."""
+    if not columns.keys() >= set(fields) or (whole and len(columns) > len(fields)):
+        return None
+    found = ((name, columns[name]) for name in fields)
+    return {n: list(map(_value, c)) if isinstance(c, list) else c for n, c in found}
+
+
 def _value(value: object) -> object:
     if hasattr(value, "__array_interface__") and not isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     return value
-
-
-def sample_bytes(sample: Sample) -> int:
-    """About how much memory a sample takes."""
-    return sum(_value_bytes(value) for value in sample.values())
-
-
-def _value_bytes(value: object) -> int:
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return int(value.nbytes)
-    if isinstance(value, str | bytes | bytearray | memoryview):
-        return len(value)
-    if isinstance(value, dict):
-        return 8 + sum(len(str(key)) + _value_bytes(one) for key, one in value.items())
-    if isinstance(value, list):
-        return 8 + sum(map(_value_bytes, value))
-    return 8

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -21,23 +20,19 @@ from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
 from hpstore.loaders.dataset.fields import Field, check_fields
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.stored_manifests import require_pool
-from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, infer_fields
+from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, fitted_columns, infer_fields
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import PartsWriter, Target, is_published, replaceable
-from hpstore.loaders.ingestion.sample_source import (
-    BlockwiseSource,
-    IndexedSource,
-    Source,
-    SourceItem,
-)
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
+from hpstore.loaders.ingestion.source_rows import GROUP_BYTES, SourceItem
 from hpstore.loaders.ingestion.write_order import (
     WINDOW_BYTES,
     BlockRecords,
     IngestPosition,
     NumberedRecords,
-    Placed,
+    PlacedRows,
     Records,
 )
 from hpstore.loaders.writer.shuffle_on_write import shuffle_seed
@@ -186,7 +181,7 @@ class _Run:
         start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
         if found is not None:
             self._check(found, start)
-            start, ahead = found, records.read(found.place)
+            start, ahead = found, records.read_rows(found.place, self._piece_bytes())
         start = replace(start, writing=gone)
         target = Target(
             pool=self.pool,
@@ -222,7 +217,7 @@ class _Run:
 
     def _opened(
         self, fields: Fields | None
-    ) -> tuple[dict[str, Field], Records, Generator[Placed, None, None]]:
+    ) -> tuple[dict[str, Field], Records, Generator[PlacedRows, None, None]]:
         """Fields, the records in the order of writing, and these from the first one on."""
         if fields is not None:
             types = fields if isinstance(fields, Mapping) else {}
@@ -234,7 +229,7 @@ class _Run:
                     raise ConfigError(f"{self.source.where} has no {name!r}")
         self._raise_known()
         records = self._records()
-        ahead = records.read(IngestPosition())
+        ahead = records.read_rows(IngestPosition(), self._piece_bytes())
         if isinstance(fields, Mapping):
             return check_fields(fields), records, ahead
         if known is None:
@@ -242,6 +237,10 @@ class _Run:
         elif fields is not None:
             known = {name: known[name] for name in fields}
         return check_fields(known), records, ahead
+
+    def _piece_bytes(self) -> int:
+        """What is written at a time: a small part of a shard."""
+        return max(1, min(GROUP_BYTES, int(self.options["shard_bytes"]) // 16))
 
     def _raise_known(self) -> None:
         """Do not begin when it is known that a record is bad."""
@@ -257,14 +256,20 @@ class _Run:
         return BlockRecords(self.source, self.seed, self.window_bytes)
 
     def _inferred(
-        self, ahead: Generator[Placed, None, None], names: Sequence[str] | None
-    ) -> tuple[dict[str, Field], Generator[Placed, None, None]]:
-        first = list(islice(ahead, LOOKED_AT))
-        samples = [placed.item.sample for placed in first if placed.item.sample is not None]
+        self, ahead: Generator[PlacedRows, None, None], names: Sequence[str] | None
+    ) -> tuple[dict[str, Field], Generator[PlacedRows, None, None]]:
+        first = list[PlacedRows]()
+        while sum(len(placed.rows) for placed in first) < LOOKED_AT:
+            placed = next(ahead, None)
+            if placed is None:
+                break
+            first.append(placed)
+        items = [item for placed in first for item in placed.rows.items()][:LOOKED_AT]
+        samples = [item.sample for item in items if item.sample is not None]
         if names is not None:
             samples = [fitted(sample, names) for sample in samples]
         if not samples:
-            said = f"{first[0].item.name}: {first[0].item.problem}" if first else "it is empty"
+            said = f"{items[0].name}: {items[0].problem}" if items else "it is empty"
             raise IngestError(
                 f"{self.source.where}: no sample to tell the fields from ({said}); nothing was "
                 "written. Give fields={...}"
@@ -299,27 +304,35 @@ class _Run:
         )
 
     def _copy(
-        self, records: Iterator[Placed], parts: PartsWriter, fields: dict[str, Field]
+        self, records: Iterator[PlacedRows], parts: PartsWriter, fields: dict[str, Field]
     ) -> None:
         """Every record into the writer, or onto the list of those left out."""
         resumed = parts.progressed.place.position
         for placed in records:
-            item = placed.item
-            problem = item.problem
-            if not problem:
-                problem = self._written(item, parts, fields)
-            if problem:
-                self._left_out(item, problem, parts)
-            parts.took(placed.after)
+            columns = placed.rows.columns
+            if columns is not None:
+                columns = fitted_columns(columns, fields, whole=self.whole)
+            if columns is None or not parts.write_rows(columns, placed):
+                self._copy_singly(placed, parts, fields)
             if self.progress is not None:
                 self.progress(
                     IngestProgress(
-                        records=placed.after.position,
+                        records=placed.first + len(placed.rows),
                         total=self.source.length,
                         bytes=parts.nbytes,
                         resumed=resumed,
                     )
                 )
+
+    def _copy_singly(
+        self, placed: PlacedRows, parts: PartsWriter, fields: dict[str, Field]
+    ) -> None:
+        """One after another: so each bad record is found, and only those."""
+        for count, item in enumerate(placed.rows.items(), 1):
+            problem = item.problem or self._written(item, parts, fields)
+            if problem:
+                self._left_out(item, problem, parts)
+            parts.took(placed.after(count))
 
     def _written(self, item: SourceItem, parts: PartsWriter, fields: dict[str, Field]) -> str:
         """Write one sample; returns what is wrong with it."""
@@ -349,7 +362,9 @@ class _Run:
         )
 
 
-def _joined(first: Iterable[Placed], rest: Generator[Placed, None, None]) -> Generator[Placed]:
+def _joined(
+    first: Iterable[PlacedRows], rest: Generator[PlacedRows, None, None]
+) -> Generator[PlacedRows]:
     """Both, closed together."""
     yield from first
     yield from rest

@@ -21,11 +21,11 @@ from hpstore.loaders.ingestion.json_schema import json_fields, json_value
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,
-    SourceItem,
     digest_of,
     printable,
 )
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import GIB, MIB, div_ceil, format_bytes
 
 JSON_LINES = tuple(name + end for name in (".jsonl", ".ndjson") for end in ("", *COMPRESSIONS))

@@ -13,16 +13,17 @@ from typing import Any
 from hpstore.errors import ConfigError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_samples
 from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
-from hpstore.loaders.ingestion.arrow_source import arrow_field, arrow_samples, pyarrow_of
+from hpstore.loaders.ingestion.arrow_source import pyarrow_of
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
-    SourceItem,
     digest_of,
     printable,
 )
 from hpstore.loaders.ingestion.source_paths import local_path
+from hpstore.loaders.ingestion.source_rows import SourceItem
 
 LANCE = (".lance",)
 BATCH_ROWS = 1024

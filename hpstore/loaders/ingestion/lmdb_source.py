@@ -18,11 +18,11 @@ from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
-    SourceItem,
     digest_of,
     printable,
 )
 from hpstore.loaders.ingestion.source_paths import file_facts, local_path
+from hpstore.loaders.ingestion.source_rows import SourceItem
 
 LMDB = (".lmdb", ".mdb")
 BLOCK_RECORDS = 1024

@@ -12,8 +12,9 @@ import numpy as np
 from hpstore.errors import ConfigError
 from hpstore.format.numpy_files import mapped_npy, npz_arrays
 from hpstore.loaders.dataset.fields import DTYPES, Array, Field
-from hpstore.loaders.ingestion.sample_source import IndexedSource, SourceItem, digest_of
+from hpstore.loaders.ingestion.sample_source import IndexedSource, digest_of
 from hpstore.loaders.ingestion.source_paths import file_facts
+from hpstore.loaders.ingestion.source_rows import SourceItem
 
 NUMPY = (".npy", ".npz")
 _EDGE = 8  # samples at each end that a fingerprint of memory is made of

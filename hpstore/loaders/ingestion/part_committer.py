@@ -25,10 +25,11 @@ from hpstore.loaders.dataset.fields import Field, stored_fields
 from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import group_fields
-from hpstore.loaders.ingestion.infer_fields import sample_bytes
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped
-from hpstore.loaders.ingestion.write_order import IngestPosition
-from hpstore.loaders.writer.dataset_writer import checked_sample
+from hpstore.loaders.ingestion.source_rows import Column
+from hpstore.loaders.ingestion.value_sizes import sample_bytes
+from hpstore.loaders.ingestion.write_order import IngestPosition, PlacedRows
+from hpstore.loaders.writer.dataset_writer import checked_batch, checked_sample
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter, new_nonce
 from hpstore.membership.members import check_unit
 from hpstore.pool.pool import Pool
@@ -160,6 +161,35 @@ class PartsWriter:
         self._held += nbytes
         self.nbytes += nbytes
         return ""
+
+    def write_rows(self, columns: Mapping[str, Column], placed: PlacedRows) -> bool:
+        """Append all of these records; False, and nothing is appended, unless all fit the fields.
+
+        Parts end behind the same records as with write() and took().
+        """
+        try:
+            batch, ragged, count = checked_batch(self._target.fields, columns, "the sample")
+        except ConfigError:
+            return False
+        if count != len(placed.rows):
+            return False
+        ends = np.cumsum(placed.rows.nbytes)
+        done, written = 0, 0
+        while done < count:
+            room = FILL * self._target.shard_bytes - self._held
+            high = min(count, 1 + int(np.searchsorted(ends, written + room)))
+            self._current().append(
+                {name: values[done:high] for name, values in batch.items()},
+                {name: values[done:high] for name, values in ragged.items()},
+                high - done,
+                placed.rows.origins[done:high],
+            )
+            nbytes = int(ends[high - 1]) - written
+            self._held += nbytes
+            self.nbytes += nbytes
+            done, written = high, int(ends[high - 1])
+            self.took(placed.after(high))
+        return True
 
     def skip(self, skipped: Skipped) -> None:
         """Leave a record out."""

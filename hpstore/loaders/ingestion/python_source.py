@@ -12,13 +12,8 @@ import torch
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.class_names import CLASSES, feature_classes
-from hpstore.loaders.ingestion.sample_source import (
-    BlockwiseSource,
-    IndexedSource,
-    Sample,
-    SourceItem,
-    digest_of,
-)
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, digest_of
+from hpstore.loaders.ingestion.source_rows import Sample, SourceItem
 
 
 class Indexable(Protocol):

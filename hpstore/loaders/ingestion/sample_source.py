@@ -12,28 +12,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from typing import TypeVar
 
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.source_rows import SourceItem, SourceRows, grouped
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB
 
-Sample = Mapping[str, object]
+K = TypeVar("K")
+T = TypeVar("T")
 AHEAD_BYTES = 64 * MIB
 BLOCK_SHIFT = 32  # origin of a record in blocks: block << 32 | number in the block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceItem:
-    """One record of a source: a sample, or what is wrong with it.
-
-    `origin`: its number in the source; with blocks, block << 32 | number in the block.
-    """
-
-    name: str
-    origin: int
-    sample: Sample | None = None
-    problem: str = ""
 
 
 class Source(ABC):
@@ -109,15 +98,24 @@ class IndexedSource(Source):
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def read_rows(self, indices: Iterable[int], workers: int) -> Iterator[SourceRows]:
+        """As read(), many records at once: by columns where the source has some."""
+        return grouped(self.read(indices, workers))
+
 
 class BlockwiseSource(Source):
     """A source that is read block by block: row groups, compressed archives, one iterable."""
 
     blocks: int
+    reads_ahead = False  # by a thread, while what was read is written
 
     @abstractmethod
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         """Records of a block from number `start` on, in their order."""
+
+    def read_rows(self, block: int, start: int) -> Iterator[SourceRows]:
+        """As read_block(), many records at once: by columns where the source has some."""
+        return grouped(self.read_block(block, start))
 
 
 class InferredFields(BlockwiseSource):
@@ -146,18 +144,18 @@ class InferredFields(BlockwiseSource):
 
 
 def in_order(
-    submit: Callable[[int], Future[SourceItem]],
-    indices: Iterable[int],
+    submit: Callable[[K], Future[T]],
+    indices: Iterable[K],
     *,
     ahead: int,
-    bytes_of: Callable[[int], int],
+    bytes_of: Callable[[K], int],
     ahead_bytes: int = AHEAD_BYTES,
-) -> Iterator[SourceItem]:
+) -> Iterator[T]:
     """Results in the order of `indices`, at most `ahead` records and `ahead_bytes` under way.
 
     A record larger than `ahead_bytes` is read alone.
     """
-    pending: deque[tuple[Future[SourceItem], int]] = deque()
+    pending: deque[tuple[Future[T], int]] = deque()
     held = 0
     for index in indices:
         nbytes = bytes_of(index)
@@ -169,6 +167,23 @@ def in_order(
         held += nbytes
     while pending:
         yield pending.popleft()[0].result()
+
+
+def sliced(
+    indices: Iterable[int], bytes_of: Callable[[int], int], *, rows: int, nbytes: int
+) -> Iterator[tuple[list[int], int]]:
+    """The indices in runs of at most so many, and of so many bytes; one at least. And the bytes."""
+    run: list[int] = []
+    held = 0
+    for index in indices:
+        size = bytes_of(index)
+        if run and (len(run) >= rows or held + size > nbytes):
+            yield run, held
+            run, held = [], 0
+        run.append(index)
+        held += size
+    if run:
+        yield run, held
 
 
 def digest_of(rows: Iterable[object]) -> str:

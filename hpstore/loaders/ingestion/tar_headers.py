@@ -61,9 +61,18 @@ class TarHeaders:
         self._file = file
         self._global: dict[str, str] = {}
         self.problem = ""
+        self.next_at = 0
 
     def __iter__(self) -> Iterator[TarMember]:
-        at = 0
+        return self.entries(0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no header so far says something about all that follow."""
+        return not self._global
+
+    def entries(self, at: int) -> Iterator[TarMember]:
+        """From the header at byte `at` on. `next_at`: where the one behind the last begins."""
         while True:
             raw, data_at, pax, long_name = self._next(at)
             if raw is None:
@@ -76,6 +85,8 @@ class TarHeaders:
                 raw = _Raw(raw.kind, "", 0, has_more=self._sparse_block(data_at))
                 data_at += BLOCK_BYTES
             folder = raw.kind == _FOLDER or (raw.kind == b"\0" and raw.name.endswith("/"))
+            empty = folder or raw.kind in _WITHOUT_DATA
+            self.next_at = data_at + (0 if empty else _padded(nbytes))
             yield TarMember(
                 name=name.rstrip("/") if folder else name,
                 offset=at,
@@ -84,7 +95,7 @@ class TarHeaders:
                 is_file=raw.kind in _FILES and not sparse and not folder,
                 is_folder=folder,
             )
-            at = data_at + (0 if folder or raw.kind in _WITHOUT_DATA else _padded(nbytes))
+            at = self.next_at
 
     def _next(self, at: int) -> tuple[_Raw | None, int, dict[str, str], str | None]:
         """The next header that is no extension, where its data begin, and what extensions say."""

@@ -11,8 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from hpstore.errors import IngestError
+from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders, TarMember
+from hpstore.loaders.ingestion.tar_runs import RUN_FILES, tar_run
 
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
 APART = (
@@ -30,6 +35,16 @@ class SampleFile:
     extension: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberTable:
+    """Files of samples: a row a sample, a column an ending."""
+
+    endings: list[str]
+    shards: npt.NDArray[np.int32]
+    offsets: Int64s
+    sizes: Int64s
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -70,6 +85,8 @@ class TarIndex:
         self.ignored = 0
         self._numbers: dict[str, int] = {}
         self._own: set[int] = set()  # endings of the last sample
+        self._last_key: str | None = None  # of the tar that is scanned
+        self._keys_seen: set[str] = set()
         self._first = array("q", [0])  # first member of each sample
         self._shards = array("i")
         self._extension = array("H")
@@ -81,31 +98,52 @@ class TarIndex:
 
     def scan(self, shard: int, path: Path) -> None:
         """Add the samples of one tar. What is damaged becomes a broken sample, named."""
-        key: str | None = None
-        keys: set[str] = set()
+        self._last_key, self._keys_seen = None, set()
         at = 0
         size = path.stat().st_size
         try:
             with path.open("rb") as file:
                 tar = TarHeaders(file)
-                for member, found in members(tar):
+                while True:
+                    if tar.is_plain:
+                        run = tar_run(file, at)
+                        for name, header, data, nbytes in zip(
+                            run.names, run.headers, run.offsets, run.sizes, strict=True
+                        ):
+                            at = header
+                            self._file(shard, name, data, nbytes, size)
+                        at = run.end
+                        if len(run.names) == RUN_FILES:
+                            continue
+                    found = next(tar.entries(at), None)
+                    if found is None:
+                        break
                     at = found.offset
-                    if member is None:
-                        self.ignored += 1
-                        continue
-                    if member.key != key:
-                        self._begin(shard, member.key)
-                        key = member.key
-                        if key in keys:
-                            self.broken[len(self) - 1] = APART
-                        keys.add(key)
-                    self._add(member, size)
+                    if not found.is_folder:
+                        name = found.name if found.is_file else ""
+                        self._file(shard, name, found.data_offset, found.nbytes, size)
+                    at = tar.next_at
                 problem = tar.problem
         except (TarDamaged, OSError) as error:
             problem = f"it cannot be read past byte {at}: {error}"
         if problem:
             self._begin(shard, "")
             self.broken[len(self) - 1] = problem
+
+    def _file(self, shard: int, name: str, offset: int, nbytes: int, tar_bytes: int) -> None:
+        """Add a file; "" stands for what is none."""
+        names = split_name(name)
+        if names is None:
+            self.ignored += 1
+            return
+        key, ending = names
+        if key != self._last_key:
+            self._begin(shard, key)
+            self._last_key = key
+            if key in self._keys_seen:
+                self.broken[len(self) - 1] = APART
+            self._keys_seen.add(key)
+        self._add(ending, offset, nbytes, tar_bytes)
 
     def _begin(self, shard: int, key: str) -> None:
         self._shards.append(shard)
@@ -114,21 +152,22 @@ class TarIndex:
         self._keys += key.encode(errors="surrogateescape")
         self._key_ends.append(len(self._keys))
 
-    def _add(self, member: SampleFile, tar_bytes: int) -> None:
-        sample = len(self) - 1
-        number = self._numbers.setdefault(member.extension, len(self._numbers))
-        if number == len(self.extensions):
+    def _add(self, ending: str, offset: int, nbytes: int, tar_bytes: int) -> None:
+        number = self._numbers.get(ending, -1)
+        if number < 0:
+            number = len(self.extensions)
             if number == MOST_ENDINGS:
-                raise too_many_endings(member.extension)
-            self.extensions.append(member.extension)
+                raise too_many_endings(ending)
+            self._numbers[ending] = number
+            self.extensions.append(ending)
         if number in self._own:
-            self.broken[sample] = f"it has two members .{member.extension}"
+            self.broken[len(self) - 1] = f"it has two members .{ending}"
         self._own.add(number)
-        if member.offset + member.nbytes > tar_bytes:
-            self.broken[sample] = f".{member.extension} is cut short by the end of the tar"
+        if offset + nbytes > tar_bytes:
+            self.broken[len(self) - 1] = f".{ending} is cut short by the end of the tar"
         self._extension.append(number)
-        self._offsets.append(member.offset)
-        self._sizes.append(member.nbytes)
+        self._offsets.append(offset)
+        self._sizes.append(nbytes)
         self._first[-1] += 1
 
     def shard(self, sample: int) -> int:
@@ -150,6 +189,24 @@ class TarIndex:
     def nbytes(self, sample: int) -> int:
         """Bytes of a sample's files."""
         return sum(self._sizes[self._first[sample] : self._first[sample + 1]])
+
+    def table(self, samples: Int64s) -> MemberTable | None:
+        """Where the files of these samples lie, which have the same endings; None for others."""
+        firsts = np.frombuffer(self._first, np.int64)
+        first = firsts[samples]
+        counts = firsts[samples + 1] - first
+        if not counts[0] or (counts != counts[0]).any():
+            return None
+        places = first[:, None] + np.arange(counts[0])
+        endings = np.frombuffer(self._extension, np.uint16)[places]
+        if (endings != endings[0]).any():
+            return None
+        return MemberTable(
+            endings=[self.extensions[number] for number in endings[0].tolist()],
+            shards=np.frombuffer(self._shards, np.int32)[samples],
+            offsets=np.frombuffer(self._offsets, np.int64)[places],
+            sizes=np.frombuffer(self._sizes, np.int64)[places],
+        )
 
     def total_bytes(self) -> int:
         """Bytes of all samples' files."""

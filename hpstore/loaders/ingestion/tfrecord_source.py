@@ -23,11 +23,11 @@ from hpstore.loaders.ingestion.infer_fields import infer_fields
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,
-    SourceItem,
     digest_of,
     printable,
 )
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import MIB, format_bytes
 
 TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")

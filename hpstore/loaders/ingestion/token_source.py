@@ -16,14 +16,9 @@ import numpy as np
 
 from hpstore.errors import ConfigError, MalformedFile
 from hpstore.loaders.dataset.fields import Array, Field
-from hpstore.loaders.ingestion.sample_source import (
-    IndexedSource,
-    Source,
-    SourceItem,
-    digest_of,
-    printable,
-)
+from hpstore.loaders.ingestion.sample_source import IndexedSource, Source, digest_of, printable
 from hpstore.loaders.ingestion.source_paths import file_facts, local_files
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import div_ceil, whole_argument
 
 TOKENS = (".bin", ".idx")

@@ -8,13 +8,19 @@ JSON are str, and all others stay bytes.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
+import numpy as np
+
 from hpstore.format.untrusted_bytes import most_inflated
-from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.stored_values import StoredValues
 from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, decompressed
 from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
 from hpstore.loaders.ingestion.sample_source import (
@@ -22,20 +28,33 @@ from hpstore.loaders.ingestion.sample_source import (
     BlockwiseSource,
     IndexedSource,
     Source,
-    SourceItem,
     digest_of,
+    in_order,
     printable,
+    sliced,
 )
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
+from hpstore.loaders.ingestion.source_rows import (
+    GROUP_BYTES,
+    GROUP_ROWS,
+    Column,
+    ColumnRows,
+    SourceItem,
+    SourceRows,
+    grouped,
+)
 from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders
 from hpstore.loaders.ingestion.tar_index import (
     APART,
     MOST_ENDINGS,
+    MemberTable,
     SampleFile,
     TarIndex,
     members,
     too_many_endings,
 )
+from hpstore.loaders.ingestion.tar_members import BadMember, read_members
+from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import format_bytes
 
 KEY = "__key__"  # the field of a sample's key, for who asks for it
@@ -79,6 +98,49 @@ class WantedFiles:
                 return SourceItem(name=name, origin=origin, problem=f".{extension}: {problem}")
         return SourceItem(name=name, origin=origin, sample=sample)
 
+    def columns(
+        self, table: MemberTable, members: Mapping[str, list[memoryview]]
+    ) -> dict[str, Column]:
+        """The fields of many samples; raises BadMember where decoded() finds something wrong."""
+        found: dict[str, Column] = {}
+        for ending in table.endings:
+            if ending in members:
+                found[ending] = self._column(ending, members[ending])
+        return found
+
+    def _column(self, ending: str, data: list[memoryview]) -> Column:
+        suffix = ending.rpartition(".")[2]
+        made = self.types.get(ending)
+        kind = made.dtype if made is not None else "str" if suffix in _TEXT else "bytes"
+        if kind not in ("str", "bytes") or (made is None and suffix in _NUMBERS):
+            return self._numbers(suffix, data, made)
+        if max(map(len, data)) > MAX_VALUE_BYTES:
+            raise BadMember
+        if kind == "str":
+            _require_text(data)
+        elif self.check and "." + suffix in CHECKED and _has_problem(data, "." + suffix):
+            raise BadMember
+        rows = [np.frombuffer(one, np.uint8) for one in data]
+        return StoredValues(text=kind == "str", rows=rows)
+
+    def _numbers(self, suffix: str, data: list[memoryview], made: Field | None) -> Column:
+        try:
+            return [_value(suffix, bytes(one), made) for one in data]
+        except ValueError:
+            raise BadMember from None
+
+
+def _has_problem(data: list[memoryview], suffix: str) -> bool:
+    return any(image_problem(bytes(one), suffix) for one in data)
+
+
+def _require_text(data: list[memoryview]) -> None:
+    try:
+        for one in data:
+            str(one, "utf-8")
+    except UnicodeDecodeError:
+        raise BadMember from None
+
 
 def _value(ending: str, data: bytes, made: Field | None) -> object:
     """What a file of a sample is: by its field, else by its ending. Raises ValueError."""
@@ -114,7 +176,7 @@ class TarShards(IndexedSource):
     """Samples of plain tars by number, in the order of the files."""
 
     kind = "webdataset"
-    threads = 4
+    threads = 2
 
     def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
         self.where = where
@@ -163,6 +225,43 @@ class TarShards(IndexedSource):
                 name=name, origin=index, problem=f"it cannot be read: {error.strerror}"
             )
         return self._wanted.decoded(name, index, self._index.key(index), parts)
+
+    def read(self, indices: Iterable[int], workers: int) -> Iterator[SourceItem]:
+        for rows in self.read_rows(indices, workers):
+            yield from rows.items()
+
+    def read_rows(self, indices: Iterable[int], workers: int) -> Iterator[SourceRows]:
+        """Slices of the samples, `workers` at a time; each by ranges of the tars."""
+        slices = sliced(indices, self.bytes_of, rows=GROUP_ROWS, nbytes=GROUP_BYTES)
+        if workers <= 1:
+            for some, _ in slices:
+                yield from self._read_slice(some)
+            return
+        pool = WorkerThreads(workers, "hpstore-ingest")
+
+        def submit(some: tuple[list[int], int]) -> Future[list[SourceRows]]:
+            return pool.submit(self._read_slice, some[0])
+
+        try:
+            for found in in_order(submit, slices, ahead=workers + 1, bytes_of=itemgetter(1)):
+                yield from found
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _read_slice(self, indices: list[int]) -> list[SourceRows]:
+        """These samples by columns, or one by one where they differ or one of them is bad."""
+        samples = np.array(indices, np.int64)
+        table = None
+        if self.broken.keys().isdisjoint(indices):
+            table = self._index.table(samples)
+        if table is not None:
+            with contextlib.suppress(OSError, BadMember):
+                members = read_members(self._files, table, self._wanted.takes)
+                columns = self._wanted.columns(table, members)
+                if KEY in (self._wanted.names or ()):
+                    columns[KEY] = [printable(self._index.key(index)) for index in indices]
+                return [ColumnRows(columns, samples, lambda row: self.name_of(indices[row]))]
+        return list(grouped(map(self.load, indices)))
 
 
 @dataclass(slots=True)

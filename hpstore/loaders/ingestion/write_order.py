@@ -7,12 +7,17 @@ Both are functions of the seed and the source, so a position is the state of an 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator
+from dataclasses import asdict, dataclass, replace
 
-from hpstore.loaders.ingestion.infer_fields import sample_bytes
-from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, SourceItem
+import numpy as np
+
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.loaders.ingestion.read_ahead import read_ahead
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource
+from hpstore.loaders.ingestion.source_rows import GROUP_BYTES, SourceItem, SourceRows, pieces
+from hpstore.loaders.ingestion.window_rows import WindowRows
 from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder
 from hpstore.units import MIB
 
@@ -49,7 +54,40 @@ class Placed:
     after: IngestPosition
 
 
-class NumberedRecords:
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """Records, and the places between them. `first`: the position before the first one."""
+
+    rows: SourceRows
+    first: int
+    window: IngestPosition
+
+    def after(self, count: int) -> IngestPosition:
+        """The place after the first `count` of them."""
+        return replace(self.window, position=self.first + count)
+
+
+class RecordOrder(ABC):
+    """The records of a source in the order of writing."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """How samples were mixed, as the dataset records it."""
+
+    @abstractmethod
+    def read_rows(
+        self, place: IngestPosition, most_bytes: int = GROUP_BYTES
+    ) -> Generator[PlacedRows, None, None]:
+        """Records from a place on, some at a time: at most GROUP_ROWS and `most_bytes`."""
+
+    def read(self, place: IngestPosition) -> Generator[Placed, None, None]:
+        """Records from a place on, one by one."""
+        for placed in self.read_rows(place):
+            for count, item in enumerate(placed.rows.items(), 1):
+                yield Placed(item, placed.after(count))
+
+
+class NumberedRecords(RecordOrder):
     """The records of a source that is read by number."""
 
     def __init__(self, source: IndexedSource, seed: int | None, workers: int) -> None:
@@ -58,14 +96,16 @@ class NumberedRecords:
         self._order: Order = SequentialOrder(length) if seed is None else GlobalOrder(length, seed)
 
     def describe(self) -> dict[str, object]:
-        """How samples were mixed, as the dataset records it."""
         return self._order.describe()
 
-    def read(self, place: IngestPosition) -> Generator[Placed, None, None]:
-        """Records from a place on."""
-        found = self._source.read(self._indices(place.position), self._workers)
-        for position, item in enumerate(found, place.position + 1):
-            yield Placed(item, IngestPosition(position=position))
+    def read_rows(
+        self, place: IngestPosition, most_bytes: int = GROUP_BYTES
+    ) -> Generator[PlacedRows, None, None]:
+        position = place.position
+        for read in self._source.read_rows(self._indices(position), self._workers):
+            for offset, rows in pieces(read, most_bytes):
+                yield PlacedRows(rows, position + offset, IngestPosition())
+            position += len(read)
 
     def _indices(self, start: int) -> Iterator[int]:
         for first in range(start, self._source.length, INDEX_BLOCK):
@@ -73,7 +113,7 @@ class NumberedRecords:
             yield from self._order.indices(0, first, stop).tolist()
 
 
-class BlockRecords:
+class BlockRecords(RecordOrder):
     """The records of a source that is read block by block."""
 
     def __init__(
@@ -86,7 +126,6 @@ class BlockRecords:
         )
 
     def describe(self) -> dict[str, object]:
-        """How samples were mixed, as the dataset records it."""
         if self._seed is None:
             return {"kind": "sequential"}
         return {
@@ -96,52 +135,67 @@ class BlockRecords:
             "blocks": self._blocks.describe(),
         }
 
-    def read(self, place: IngestPosition) -> Generator[Placed, None, None]:
-        """Records from a place on; those of its window that come before it are read again."""
+    def read_rows(
+        self, place: IngestPosition, most_bytes: int = GROUP_BYTES
+    ) -> Generator[PlacedRows, None, None]:
+        """Those of the window of `place` that come before it are read again."""
         number, begins = place.window, place.window_position
-        records = self._records(place.block, place.record)
         block, record = place.block, place.record
-        while window := self._window(records):
-            mixed = self._mixed(number, len(window))
+        reads = self._reads(block, record)
+        if self._source.reads_ahead:
+            reads = read_ahead(reads, lambda read: int(read.rows.nbytes.sum()))
+        for window in self._windows(reads):
+            start = IngestPosition(
+                window=number, window_position=begins, block=block, record=record
+            )
             skip = max(0, place.position - begins)
-            for offset, index in islice(enumerate(mixed, 1), skip, None):
-                after = IngestPosition(
-                    position=begins + offset,
-                    window=number,
-                    window_position=begins,
-                    block=block,
-                    record=record,
-                )
-                yield Placed(window[index][0], after)
+            mixed = self._mixed(number, len(window))[skip:]
+            for offset, rows in window.mixed(mixed, most_bytes):
+                yield PlacedRows(rows, begins + skip + offset, start)
             begins += len(window)
             number += 1
-            _, block, record = window[-1]
+            block, record = window.block, window.record
 
-    def _mixed(self, number: int, count: int) -> Sequence[int]:
+    def _mixed(self, number: int, count: int) -> Int64s:
         if self._seed is None:
-            return range(count)
-        indices: list[int] = GlobalOrder(count, self._seed).indices(number + 1, 0, count).tolist()
-        return indices
+            return np.arange(count)
+        return GlobalOrder(count, self._seed).indices(number + 1, 0, count)
 
-    def _records(self, block: int, record: int) -> Iterator[tuple[SourceItem, int, int]]:
-        """Records in the order of reading, each with the place of the next one."""
+    def _reads(self, block: int, record: int) -> Generator[_Read, None, None]:
+        """What is read at a time, in the order of reading."""
         for at in range(block, self._source.blocks):
             which = int(self._blocks.indices(0, at, at + 1)[0])
-            start = record if at == block else 0
-            for count, item in enumerate(self._source.read_block(which, start), start + 1):
-                yield item, at, count
+            first = record if at == block else 0
+            for rows in self._source.read_rows(which, first):
+                if len(rows):
+                    yield _Read(rows, at, first)
+                first += len(rows)
 
-    def _window(
-        self, records: Iterator[tuple[SourceItem, int, int]]
-    ) -> list[tuple[SourceItem, int, int]]:
-        """The next records, until they have `window_bytes`."""
-        window, held = [], 0
-        for found in records:
-            window.append(found)
-            held += ITEM_BYTES + (sample_bytes(found[0].sample) if found[0].sample else 0)
-            if held >= self._window_bytes:
-                break
-        return window
+    def _windows(self, reads: Iterator[_Read]) -> Iterator[WindowRows]:
+        """The records, until each window has `window_bytes`."""
+        parts, held = list[SourceRows](), 0
+        for read in reads:
+            low, count = 0, len(read.rows)
+            while low < count:
+                ends = held + np.cumsum(ITEM_BYTES + read.rows.nbytes[low:])
+                cut = low + 1 + int(np.searchsorted(ends, self._window_bytes))
+                high = min(cut, count)
+                parts.append(read.rows if (low, high) == (0, count) else read.rows.part(low, high))
+                held, low = int(ends[high - low - 1]), high
+                if held >= self._window_bytes:
+                    yield WindowRows(parts, read.block, read.first + high)
+                    parts, held = [], 0
+        if parts:
+            yield WindowRows(parts, read.block, read.first + count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Rows of a block (its place in the order of reading) from record `first` on."""
+
+    rows: SourceRows
+    block: int
+    first: int
 
 
 Records = NumberedRecords | BlockRecords

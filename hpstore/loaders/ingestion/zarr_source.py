@@ -14,12 +14,8 @@ from zarr.errors import BaseZarrError
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import DTYPES, Field
-from hpstore.loaders.ingestion.sample_source import (
-    BLOCK_SHIFT,
-    BlockwiseSource,
-    SourceItem,
-    digest_of,
-)
+from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
+from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import MIB, div_ceil
 
 BLOCK_BYTES = 64 * MIB

@@ -42,6 +42,7 @@ from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, group_fields
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.stored_manifests import require_pool, require_same_columns
+from hpstore.loaders.dataset.stored_values import StoredValues
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter
 from hpstore.loaders.writer.shuffle_on_write import copy_in_order, permutation, shuffle_seed
 from hpstore.membership.members import check_unit
@@ -380,6 +381,16 @@ def checked_batch(
     ragged: dict[str, list[Bytes]] = {}
     for name, made in fields.items():
         values = batch[name]
+        if isinstance(values, StoredValues):
+            if values.fit(made):
+                ragged[name] = values.rows
+                if made.optional:
+                    there = values.there
+                    arrays[mask_name(name)] = (
+                        np.ones(len(values), np.bool_) if there is None else there
+                    )
+                continue
+            values = [values.value(row) for row in range(len(values))]
         if made.optional:
             values, arrays[mask_name(name)] = filled(made, values, masks.get(name))
         if made.kind is FieldKind.RAGGED:
