@@ -55,6 +55,12 @@ def ingest(
         bool, typer.Option("--restart", help="throw away what an unfinished ingest stored")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a data set")] = False,
+    append: Annotated[
+        bool, typer.Option("--append", help="behind the samples that are there: a new version")
+    ] = False,
+    version: Annotated[
+        str | None, typer.Option("--version", help="with --append: name of the new version")
+    ] = None,
     layout: Annotated[str, typer.Option(help="rows, columns or auto")] = "auto",
     shard: Annotated[int, size_option("size of an object", "256MiB")] = 256 * MIB,
     unit: Annotated[int | None, size_option("page, such as 1MiB (default: by the records)")] = None,
@@ -81,6 +87,8 @@ def ingest(
         workers=workers,
         resume=not restart,
         overwrite=overwrite,
+        append=append,
+        version=version,
         layout=layout,
         shard_bytes=shard,
         unit_bytes=unit,

@@ -17,10 +17,12 @@ from hpstore.errors import (
     RedundancyError,
 )
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
+from hpstore.loaders.dataset.dataset_versions import read_manifest
 from hpstore.loaders.dataset.fields import Field, check_fields
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, fitted_columns, infer_fields
+from hpstore.loaders.ingestion.ingest_append import append_base, require_same_classes
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
@@ -35,6 +37,7 @@ from hpstore.loaders.ingestion.write_order import (
     PlacedRows,
     Records,
 )
+from hpstore.loaders.writer.dataset_writer import require_same_fields
 from hpstore.loaders.writer.shuffle_on_write import shuffle_seed
 from hpstore.pool.pool import Pool
 from hpstore.units import bytes_argument, whole_argument
@@ -62,6 +65,8 @@ def ingest(
     max_skipped: int = MAX_SKIPPED,
     resume: bool = True,
     overwrite: bool = False,
+    append: bool = False,
+    version: str | None = None,
     layout: str = "auto",
     shard_bytes: int | str = SHARD_BYTES,
     unit_bytes: int | str | None = None,
@@ -81,21 +86,32 @@ def ingest(
     each) are kept: the same call goes on with the rest, and refuses a source, a seed or fields that
     are not the same; `resume=False` throws them away first.
 
-    Durable on return. Raises ConfigError, IngestError, VersionConflict (see `overwrite`), and what
-    the pool raises. Memory: four shard buffers a stream, one window.
+    Durable on return. Raises ConfigError, IngestError, VersionConflict (see `overwrite`),
+    ObjectNotFound (nothing to append to), and what the pool raises. Memory: four shard buffers a
+    stream, one window and 64 MiB that are read ahead.
     """
     began = perf_counter()
     _check_errors(on_error, max_skipped)
-    replaces = replaceable(require_pool(pool, "ingest"), name, overwrite=overwrite)
+    require_pool(pool, "ingest")
+    base = append_base(pool, name, append=append, overwrite=overwrite, version=version)
+    replaces = None if base else replaceable(pool, name, overwrite=overwrite)
     how = {"names": names, "check_images": check_images, "source_options": source_options}
     opened = open_source(source, format=format, **how)  # type: ignore[arg-type]  # as given
+    options = {"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes)
+    shuffled = shuffle_seed(shuffle, seed)
+    if base is not None:
+        require_same_classes(base, opened)
+        options |= {"layout": base.layout, "compression": base.compression or None}
+        shuffled = base.shuffle_seed
     run = _Run(
         pool=pool,
         name=name,
         source=opened,
         replaces=replaces,
-        options={"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes),
-        seed=shuffle_seed(shuffle, seed),
+        base=base,
+        label=version,
+        options=options,
+        seed=shuffled,
         window_bytes=bytes_argument("window_bytes", window_bytes, least=1),
         workers=_workers(opened, workers),
         skip=on_error == "skip",
@@ -119,7 +135,7 @@ def _report(
         name=name,
         source=source.where,
         format=source.kind,
-        samples=manifest.rows,
+        samples=done.rows,
         bytes=done.nbytes,
         fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
         order=done.plan["order"],
@@ -166,6 +182,8 @@ class _Run:
     max_skipped: int
     metadata: dict[str, object]
     progress: IngestCallback | None
+    base: DatasetManifest | None  # what is appended to
+    label: str | None
     whole: bool = False  # all of a sample is taken: one with more than the fields is a bad record
 
     def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
@@ -173,12 +191,20 @@ class _Run:
         self.whole = fields is None and self.source.fields is None
         journal = Journal(self.pool, self.name)
         found, gone = self._earlier(journal, resume)
+        if self.base is not None and fields is None:
+            fields = dict(self.base.fields)
         if found is not None and not isinstance(fields, Mapping):
             if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
                 raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
             fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
         chosen, records, ahead = self._opened(fields)
+        if self.base is not None:
+            require_same_fields(self.name, self.base, chosen)
         start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
+        done = self._appended_before(journal, start) if resume else None
+        if done is not None:
+            ahead.close()
+            return read_manifest(self.pool, self.name), done, done.rows
         if found is not None:
             self._check(found, start)
             start, ahead = found, records.read_rows(found.place, self._piece_bytes())
@@ -189,6 +215,8 @@ class _Run:
             fields=chosen,
             seed=self.seed,
             replaces=self.replaces,
+            base=self.base,
+            label=self.label,
             metadata={**self.metadata, "ingest": self._lineage(start)},
             **self.options,
         )
@@ -197,8 +225,10 @@ class _Run:
                 self._copy(ahead, parts, chosen)
                 manifest = parts.publish()
             except (DeviceError, RedundancyError, LockTimeout, BudgetExceeded) as error:
+                unseen = "of data set" if self.base is None else "was appended to data set"
+                seen = " is visible" if self.base is None else ""
                 raise type(error)(
-                    f"{error}. Nothing of data set {self.name!r} is visible; "
+                    f"{error}. Nothing {unseen} {self.name!r}{seen}; "
                     f"{parts.progressed.rows} samples are kept. When that is mended, the same call "
                     "goes on from there"
                 ) from error
@@ -214,6 +244,16 @@ class _Run:
             return None, stored
         # without parts there is nothing to go on with, so nothing to refuse
         return (found, found.writing) if found.parts else (None, stored)
+
+    def _appended_before(self, journal: Journal, wanted: Progressed) -> Progressed | None:
+        """What this very call had appended when it was killed right after that: not again."""
+        found = journal.read() if self.base is not None else None
+        if found is None or not is_published(self.pool, self.name, found):
+            return None
+        if mismatch(found, wanted):
+            return None
+        journal.remove()
+        return found
 
     def _opened(
         self, fields: Fields | None
@@ -281,7 +321,15 @@ class _Run:
             "fields": [[name, *made.to_json()] for name, made in fields.items()],
             "order": records.describe(),
             **self.options,
+            **self._append_plan(),
         }
+
+    def _append_plan(self) -> dict[str, Any]:
+        """Pages of the dataset that is appended to: a run that is resumed has the same."""
+        if self.base is None:
+            return {}
+        parts = self.base.parts[:1]
+        return {"append": [stream.unit_bytes for part in parts for stream in part.streams]}
 
     def _lineage(self, start: Progressed) -> dict[str, object]:
         return {

@@ -50,6 +50,11 @@ def ingest_splits(pool: Pool, name: str, source: object, **options: Any) -> dict
             f"{source if isinstance(source, str) else type(source).__name__} has no splits: "
             "ingest() writes it as one dataset"
         )
+    if options.get("append"):
+        raise ConfigError(
+            "append=True (--append) takes one split at a time, as a call that is cut short would "
+            f"append those before it again: name one of {', '.join(found)}"
+        )
     require_pool(pool, "ingest_splits")
     there = set() if options.get("overwrite") else _published(pool)
     left = {split: part for split, part in found.items() if f"{name}/{split}" not in there}

@@ -16,6 +16,7 @@ import numpy as np
 from hpstore.errors import ConfigError, ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
+    DatasetPart,
     check_dataset_name,
     manifest_key,
     nonce_of,
@@ -25,6 +26,8 @@ from hpstore.loaders.dataset.fields import Field, stored_fields
 from hpstore.loaders.dataset.page_compression import checked_compression
 from hpstore.loaders.dataset.publish_dataset import joined_content, publish
 from hpstore.loaders.dataset.record_layout import group_fields
+from hpstore.loaders.dataset.stored_manifests import kept_nonces
+from hpstore.loaders.ingestion.ingest_append import appended
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped
 from hpstore.loaders.ingestion.source_rows import Column
 from hpstore.loaders.ingestion.value_sizes import sample_bytes
@@ -54,6 +57,8 @@ class Target:
     seed: int | None
     metadata: Mapping[str, object]
     replaces: str | None  # version of the manifest that it may replace
+    base: DatasetManifest | None = None  # what is appended to
+    label: str | None = None  # of the version that appending makes
 
 
 class PartsWriter:
@@ -106,7 +111,9 @@ class PartsWriter:
 
     def _fresh(self) -> PartWriter:
         """The writer of the next part, with the pages that the first one chose."""
-        like = self.progressed.parts[0] if self.progressed.parts else None
+        base = self._target.base
+        known = self.progressed.parts or (base.parts if base is not None else ())
+        like = known[0] if known else None
         return PartWriter(
             self._target.pool,
             self._target.name,
@@ -231,12 +238,15 @@ class PartsWriter:
             finishing.result()
 
     def publish(self) -> DatasetManifest:
-        """Finish the last part, and make all of them the dataset. Durable on return."""
+        """Finish the last part, and make all of them the dataset, or append them to it. Durable on
+        return."""
         self._settle()
-        if self._current().rows or not self.progressed.parts:
+        if self._current().rows or not (self.progressed.parts or self._target.base):
             self._turn()
             self._settle()
         target, parts = self._target, self.progressed.parts
+        if target.base is not None:
+            return self._append(target.base, parts)
         manifest = replace(
             self._schema,
             parts=parts,
@@ -245,6 +255,15 @@ class PartsWriter:
         self._save(self._state())  # or another process has begun anew, and removes these parts
         key = manifest_key(target.name)
         manifest = publish(target.pool, target.name, key, manifest, version=target.replaces)
+        self._journal.remove()
+        return manifest
+
+    def _append(self, base: DatasetManifest, parts: tuple[DatasetPart, ...]) -> DatasetManifest:
+        """A new version with these parts; without any, what is there."""
+        target, manifest = self._target, base
+        self._save(self._state())  # as above
+        if parts:
+            manifest = appended(target.pool, target.name, target.fields, parts, label=target.label)
         self._journal.remove()
         return manifest
 
@@ -295,8 +314,9 @@ def is_published(pool: Pool, name: str, found: Progressed) -> bool:
 
 
 def _published(pool: Pool, name: str) -> set[str]:
-    """Nonces that the dataset of this name consists of."""
+    """Nonces that the dataset of this name and its versions consist of."""
     try:
-        return {part.nonce for part in read_manifest(pool, name).parts}
+        newest = read_manifest(pool, name).nonces
     except ObjectNotFound:
-        return set()
+        newest = set()
+    return newest | kept_nonces(pool, name)
