@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import warnings
@@ -21,16 +20,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import hpstore
-from hpstore.checkpoint import (
-    Checkpointer,
-    Manifest,
-    SaveOptions,
-    export_checkpoint,
-    import_checkpoint,
-)
+from hpstore.checkpoint import Checkpointer, Manifest, SaveOptions, import_checkpoint
 from hpstore.checkpoint.catalog.writer_fence import fence_key, here
 from hpstore.checkpoint.convert import dcp_directories
-from hpstore.checkpoint.convert.safetensors_files import DTYPES, read_safetensors
+from hpstore.checkpoint.convert.safetensors_files import DTYPES
 from hpstore.checkpoint.format.items import Box, Item, whole
 from hpstore.checkpoint.restore import tensor_stream, whole_tensors
 from hpstore.checkpoint.state.state_tree import CollectedTensors, encode_tree
@@ -38,52 +31,7 @@ from hpstore.checkpoint.state.tree_paths import leaves, only_branch, stripped, s
 from hpstore.cli.checkpoint_tables import described
 from hpstore.errors import CheckpointError, ConfigError, IntegrityError, VersionConflict
 from hpstore.format.records import FORMAT, seal
-
-RUN = "runs/a"
-FORMATS = ("safetensors", "torch", "dcp")
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def same(first: torch.Tensor, second: torch.Tensor) -> bool:
-    return (first.dtype, first.shape, bits(first)) == (second.dtype, second.shape, bits(second))
-
-
-def all_dtypes(dtypes: list[torch.dtype]) -> dict[str, torch.Tensor]:
-    """A tensor of each dtype with random bits, and shapes at the edges."""
-    generator = torch.Generator().manual_seed(0)
-    found = {}
-    for dtype in dtypes:
-        high = 2 if dtype is torch.bool else 256
-        raw = torch.randint(0, high, (15 * dtype.itemsize,), dtype=torch.uint8, generator=generator)
-        found[str(dtype).removeprefix("torch.")] = raw.view(dtype).reshape(3, 5)
-    found["scalar"] = torch.tensor(1.5, dtype=torch.bfloat16)
-    found["empty"] = torch.empty(0, 4)
-    found["odd"] = torch.arange(3, dtype=torch.uint8)
-    found["turned"] = torch.arange(6.0).reshape(2, 3).t()
-    return found
-
-
-def training(seed: int) -> dict[str, Any]:
-    """A model with a used optimizer and values of several types."""
-    torch.manual_seed(seed)
-    net = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    net(torch.randn(8, 40)).square().mean().backward()
-    optimizer.step()
-    return {"model": net, "optimizer": optimizer, "epoch": seed, "note": "x", "list": [1, (2.5,)]}
-
-
-def save(pool: hpstore.Pool, step: int, state: dict[str, Any], prefix: str = RUN) -> None:
-    with Checkpointer(pool, prefix) as checkpointer:
-        checkpointer.save(step, state).result()
-
-
-def export(pool: hpstore.Pool, target: Path, **options: Any) -> Any:
-    return export_checkpoint(pool, RUN, 1, target, **options)
-
+from tests.integration.exported_runs import FORMATS, RUN, all_dtypes, export, same, save, training
 
 # --- round trips --------------------------------------------------------------------------------
 
@@ -335,112 +283,6 @@ def test_an_import_takes_no_running_trainings_right(pool: hpstore.Pool, tmp_path
     with pytest.raises(VersionConflict, match="exists"):
         import_checkpoint(pool, RUN, 1, tmp_path / "a.pt")
     import_checkpoint(pool, RUN, 1, tmp_path / "a.pt", overwrite=True)
-
-
-# --- what is refused ----------------------------------------------------------------------------
-
-
-class Evil:
-    """Leaves a trace when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (os.mkdir, (self.path,))
-
-
-def test_pickles_are_run_only_on_request(pool: hpstore.Pool, tmp_path: Path) -> None:
-    """A torch.save file with an object, a DCP value that is one, and an object as .metadata."""
-    torch.save({"a": Evil(tmp_path / "ran")}, tmp_path / "evil.pt")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp_save({"a": Evil(tmp_path / "ran")}, checkpoint_id=tmp_path / "value", no_dist=True)
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "ran")))
-    for name in ("evil.pt", "value", "d"):
-        with pytest.raises(CheckpointError, match="--allow-pickle"):
-            import_checkpoint(pool, RUN, 1, tmp_path / name)
-    assert not (tmp_path / "ran").exists()
-    assert pool.list() == []
-    import_checkpoint(pool, RUN, 1, tmp_path / "evil.pt", allow_pickle=True)
-    assert (tmp_path / "ran").exists()
-
-
-def broken_safetensors() -> dict[str, bytes]:
-    """Files that are no safetensors, each in its own way."""
-    good = safetensors.torch.save({"a": torch.arange(4.0), "b": torch.arange(2.0)})
-    length = int.from_bytes(good[:8], "little")
-    text = good[8 : 8 + length]
-
-    def changed(old: bytes, new: bytes) -> bytes:
-        made = text.replace(old, new)
-        assert made != text
-        return len(made).to_bytes(8, "little") + made + good[8 + length :]
-
-    return {
-        "empty": b"",
-        "short": b"abc",
-        "cut": good[:-1],
-        "longer": good + b"x",
-        "header": (1 << 60).to_bytes(8, "little") + good[8:],
-        "json": good[:8] + b"}" + good[9:],
-        "dtype": changed(b"F32", b"F33"),
-        "shape": changed(b"[4]", b"[5]"),
-        "negative": changed(b"[4]", b"[-4]"),
-        "overlap": changed(b"[16,24]", b"[12,20]"),
-        "into": changed(b'[2],"data_offsets":[16,24]', b'[3],"data_offsets":[12,24]'),
-        "list": (2).to_bytes(8, "little") + b"[]",
-        "infinite": changed(b"[4]", b"[Infinity]"),
-        "huge": changed(b"[4]", b"[%d]" % 10**30),
-        "deep": (9000).to_bytes(8, "little") + 9000 * b"[",
-        "empty and huge": (69).to_bytes(8, "little")
-        + b'{"a":{"dtype":"F32","shape":[0,%d,4],"data_offsets":[0,0]}}' % 2**62,
-        "surrogate": (59).to_bytes(8, "little")
-        + b'{"\\ud800":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}',
-    }
-
-
-@pytest.mark.parametrize("name", broken_safetensors())
-def test_a_broken_safetensors_file_is_refused(tmp_path: Path, name: str) -> None:
-    """Header, ranges, dtypes and the file's length are checked before a tensor is made."""
-    (tmp_path / "x.safetensors").write_bytes(broken_safetensors()[name])
-    with pytest.raises(CheckpointError, match="not a safetensors file"):
-        read_safetensors(tmp_path / "x.safetensors")
-
-
-def test_an_index_that_lies_is_refused(tmp_path: Path) -> None:
-    """A tensor that its file lacks, and a path out of the folder."""
-    safetensors.torch.save_file({"a": torch.zeros(1)}, tmp_path / "m.safetensors")
-    index = tmp_path / "model.safetensors.index.json"
-    for where, said in ({"b": "m.safetensors"}, "holds no"), ({"a": "../m.safetensors"}, "outside"):
-        index.write_text(json.dumps({"weight_map": where}))
-        with pytest.raises(CheckpointError, match=said):
-            read_safetensors(tmp_path)
-
-
-def test_what_a_format_cannot_hold_is_refused(pool: hpstore.Pool, tmp_path: Path) -> None:
-    """complex128 for safetensors, two names that become one, parts that are not there."""
-    save(
-        pool,
-        1,
-        {
-            "a": {"b.c": torch.zeros(1), "b": {"c": torch.ones(1)}},
-            "z": torch.zeros(1, dtype=torch.complex128),
-            "n": 1,
-        },
-    )
-    with pytest.raises(CheckpointError, match="complex128"):
-        export(pool, tmp_path / "out", keys=["z"])
-    with pytest.raises(CheckpointError, match="both be called"):
-        export(pool, tmp_path / "out", keys=["a"])
-    with pytest.raises(CheckpointError, match=r"\['q'\]"):
-        export(pool, tmp_path / "out", keys=["a/b", "q"])
-    with pytest.raises(CheckpointError, match="is a tensor"):
-        export(pool, tmp_path / "out", keys=["n"])
-    with pytest.raises(CheckpointError, match="stripped"):
-        export(pool, tmp_path / "out", strip="a")
-    assert not (tmp_path / "out").exists()
 
 
 # --- the commands -------------------------------------------------------------------------------
