@@ -16,7 +16,7 @@ from hpstore.pool.pool import Pool
 from hpstore.units import KIB
 from tests.fault.common import poll
 from tests.integration.cli_cases import Cli
-from tests.integration.test_loader_node_memory import keeping, pages_there, whole
+from tests.integration.node_keepers import keeping, pages_there, whole
 
 
 @pytest.fixture
