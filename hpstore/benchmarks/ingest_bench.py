@@ -32,7 +32,7 @@ FIELDS = {"data": Field("bytes"), "label": Field("int64")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sources:
+class RecordFiles:
     """The same `rows` records in every format, and `images` files."""
 
     directory: Path
@@ -79,7 +79,7 @@ class Sources:
 class Contenders:
     """What is timed: each call writes a dataset and removes it, or reads one source."""
 
-    def __init__(self, pool: hpstore.Pool, sources: Sources) -> None:
+    def __init__(self, pool: hpstore.Pool, sources: RecordFiles) -> None:
         self._pool, self._sources, self._records = pool, sources, sources.records()
 
     def _seconds(self, write: Callable[[str], object]) -> float:
@@ -138,7 +138,7 @@ def bench_ingest(options: Options) -> dict[str, object]:
     if rows < 1:
         raise ConfigError(f"size: ingest needs at least {RECORD_BYTES} bytes")
     with workspace(options) as root:
-        sources = Sources(directory=root, rows=rows, images=max(1, rows // 8))
+        sources = RecordFiles(directory=root, rows=rows, images=max(1, rows // 8))
         left = sources.write()
         disks = [root / f"disk{number}" for number in range(6)]
         with hpstore.create(disks, data=4, parity=2, config=root / "pool.toml") as pool:

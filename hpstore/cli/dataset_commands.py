@@ -26,6 +26,15 @@ Name = Annotated[str, typer.Argument(help="name of the data set, such as train")
 Version = Annotated[
     str | None, typer.Option("--version", help="name of a version (default: the newest)")
 ]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="throw away what an unfinished ingest stored")
+]
+Append = Annotated[
+    bool, typer.Option("--append", help="behind the samples that are there: a new version")
+]
+NewVersion = Annotated[
+    str | None, typer.Option("--version", help="with --append: name of the new version")
+]
 _SHOWN = 20
 
 
@@ -51,16 +60,10 @@ def ingest(
     workers: Annotated[
         int | None, typer.Option(min=1, help="files or records to read at a time")
     ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="throw away what an unfinished ingest stored")
-    ] = False,
+    restart: Restart = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a data set")] = False,
-    append: Annotated[
-        bool, typer.Option("--append", help="behind the samples that are there: a new version")
-    ] = False,
-    version: Annotated[
-        str | None, typer.Option("--version", help="with --append: name of the new version")
-    ] = None,
+    append: Append = False,
+    version: NewVersion = None,
     layout: Annotated[str, typer.Option(help="rows, columns or auto")] = "auto",
     shard: Annotated[int, size_option("size of an object", "256MiB")] = 256 * MIB,
     unit: Annotated[int | None, size_option("page, such as 1MiB (default: by the records)")] = None,

@@ -91,31 +91,18 @@ def ingest(
     stream, one window and 64 MiB that are read ahead.
     """
     began = perf_counter()
-    _check_errors(on_error, max_skipped)
-    require_pool(pool, "ingest")
-    base = append_base(pool, name, append=append, overwrite=overwrite, version=version)
-    replaces = None if base else replaceable(pool, name, overwrite=overwrite)
+    errors = _errors(on_error, max_skipped)
+    place = _place(pool, name, append=append, overwrite=overwrite, version=version)
     how = {"names": names, "check_images": check_images, "source_options": source_options}
     opened = open_source(source, format=format, **how)  # type: ignore[arg-type]  # as given
-    options = {"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes)
-    shuffled = shuffle_seed(shuffle, seed)
-    if base is not None:
-        require_same_classes(base, opened)
-        options |= {"layout": base.layout, "compression": base.compression or None}
-        shuffled = base.shuffle_seed
+    laid = {"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes)
     run = _Run(
-        pool=pool,
-        name=name,
+        **place,
+        **errors,
+        **_written(place["base"], opened, laid, shuffle_seed(shuffle, seed)),
         source=opened,
-        replaces=replaces,
-        base=base,
-        label=version,
-        options=options,
-        seed=shuffled,
         window_bytes=bytes_argument("window_bytes", window_bytes, least=1),
         workers=_workers(opened, workers),
-        skip=on_error == "skip",
-        max_skipped=max_skipped,
         metadata={**opened.metadata, **(metadata or {})},
         progress=progress,
     )
@@ -147,10 +134,33 @@ def _report(
     )
 
 
-def _check_errors(on_error: str, max_skipped: int) -> None:
+# Any below: arguments of _Run by name
+def _errors(on_error: str, max_skipped: int) -> dict[str, Any]:
     if on_error not in ON_ERROR:
         raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
     whole_argument("max_skipped", max_skipped, least=0)
+    return {"skip": on_error == "skip", "max_skipped": max_skipped}
+
+
+def _place(
+    pool: Pool, name: str, *, append: bool, overwrite: bool, version: str | None
+) -> dict[str, Any]:
+    """Where it goes, and what is there."""
+    require_pool(pool, "ingest")
+    base = append_base(pool, name, append=append, overwrite=overwrite, version=version)
+    replaces = None if base else replaceable(pool, name, overwrite=overwrite)
+    return {"pool": pool, "name": name, "base": base, "replaces": replaces, "label": version}
+
+
+def _written(
+    base: DatasetManifest | None, source: Source, options: dict[str, Any], seed: int | None
+) -> dict[str, Any]:
+    """Options of the writer and the seed: those of the dataset that is appended to."""
+    if base is None:
+        return {"options": options, "seed": seed}
+    require_same_classes(base, source)
+    options = options | {"layout": base.layout, "compression": base.compression or None}
+    return {"options": options, "seed": base.shuffle_seed}
 
 
 def _sizes(shard_bytes: int | str, unit_bytes: int | str | None) -> dict[str, int | None]:
