@@ -38,7 +38,7 @@ def keeping(place: Path) -> Iterator[Keeper]:
         yield keeper
     finally:
         ended.set()
-        thread.join(10)
+        thread.join(60)
         keeper.free(None)
 
 
