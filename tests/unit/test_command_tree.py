@@ -97,6 +97,7 @@ def test_help_shows_groups_and_short_names_apart() -> None:
         "health",
         "memory",
         "registers",
+        "cache",
     ]
 
 

@@ -36,7 +36,7 @@ def test_oracle_general_has_objects_of_64_bits(tmp_path: Path) -> None:
     found = read_trace(path)
     assert found.format == "oracle"
     assert found.blocks == 3
-    kept = {}
+    kept: dict[int, int] = {}
     for name, number in zip(IDS, found.requests.tolist(), strict=True):
         assert kept.setdefault(name, number) == number
 
