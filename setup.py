@@ -1,9 +1,9 @@
-"""The one part that is compiled; everything else about the package stands in pyproject.toml."""
+"""The two parts that are compiled; everything else about the package stands in pyproject.toml."""
 
 from setuptools import Extension, setup
 
-# called by address, from hpstore/loaders/batching/streaming_copy.py; without a C compiler the
-# installation goes on
+# called by address, from hpstore/loaders/batching/streaming_copy.py and
+# hpstore/loaders/policy/directories.py; without a C compiler the installation goes on
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
     ["hpstore/loaders/batching/streaming_copy.c"],
@@ -11,4 +11,11 @@ NONTEMPORAL = Extension(
     optional=True,
 )
 
-setup(ext_modules=[NONTEMPORAL])
+DIRECTORIES = Extension(
+    "hpstore._directories",
+    ["hpstore/loaders/policy/directories.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+
+setup(ext_modules=[NONTEMPORAL, DIRECTORIES])

@@ -12,8 +12,10 @@ import pytest
 from hpstore.benchmarks.cache.cache_bars import BARS, CAPACITIES, share_of_min, to_best_peer
 from hpstore.benchmarks.cache.cache_bench import bench_cache
 from hpstore.benchmarks.cache.cache_cost import measure_cost
+from hpstore.benchmarks.cache.cache_families import measure_families
 from hpstore.benchmarks.cache.cache_peers import PACKAGES, SCRIPT, PeerRun, missing, packages_named
 from hpstore.benchmarks.cache.cache_traces import TRACES, trace_named
+from hpstore.benchmarks.cache.trace_families import FAMILIES, HELD_OUT, family_named
 from hpstore.benchmarks.harness.measure import Options, unmet
 from hpstore.errors import ConfigError
 
@@ -123,6 +125,7 @@ def test_no_module_of_the_package_imports_a_peer() -> None:
 def test_costs_have_bars_and_the_index_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes a block do not depend on the machine."""
     monkeypatch.setattr("hpstore.benchmarks.cache.cache_cost.BATCHES", 20)
+    monkeypatch.setattr("hpstore.loaders.policy.expert_choice.SAMPLE", 256)
     said: list[str] = []
     kept: list[dict[str, object]] = []
     found = measure_cost(
@@ -146,3 +149,34 @@ def test_unknown_cases_and_peers_are_refused() -> None:
     with pytest.raises(ConfigError, match="no peer is called 'nobody'; there are libcachesim"):
         packages_named("nobody")
     assert packages_named("none") == []
+
+
+def test_families_are_played_with_the_bars_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows, the worst of them, means; a difference is ours less the best plain one's."""
+    monkeypatch.setattr("hpstore.benchmarks.cache.trace_families.REQUESTS", 4000)
+    monkeypatch.setattr("hpstore.benchmarks.cache.cache_families.SHARES", (0.2,))
+    kept: list[dict[str, object]] = []
+    found = measure_families(batch=64, quick=True, keep=lambda so_far: kept.append(dict(so_far)))
+    json.dumps(found)
+    rows = found["rows"]
+    assert len(rows) == len(kept) == -(-len(FAMILIES | HELD_OUT) // 5)
+    for row in rows:
+        ratios = dict(row["hit_ratios"])
+        ours = ratios.pop("hpstore")
+        assert row["points"] == pytest.approx(100 * (ours - max(ratios.values())), abs=0.02)
+    worst = min(row["points"] for row in rows)
+    assert found["worst row"]["points"] == worst
+    assert found["worst row"]["met"] == (worst >= -0.5)
+    assert found["spread by seed"]["met"]
+
+
+@pytest.mark.parametrize("name", FAMILIES | HELD_OUT)
+def test_a_family_is_the_same_for_a_seed_and_another_for_another(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks are numbered from 0, each there at least once."""
+    monkeypatch.setattr("hpstore.benchmarks.cache.trace_families.REQUESTS", 20_000)
+    requests, blocks = family_named(name, 1)
+    assert np.array_equal(np.unique(requests), np.arange(blocks))
+    assert np.array_equal(requests, family_named(name, 1)[0])
+    assert not np.array_equal(requests[:500], family_named(name, 2)[0][:500]) or name == "one loop"

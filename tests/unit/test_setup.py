@@ -36,6 +36,7 @@ def test_without_a_compiler_the_installation_goes_on(tmp_path: Path) -> None:
     said, built = build(tmp_path, CC=nothing, LDSHARED=nothing)
     assert built == []
     assert "hpstore._nontemporal" in said
+    assert "hpstore._directories" in said
 
 
 def compiles(compiler: str) -> bool:
@@ -53,12 +54,15 @@ def test_with_a_compiler_it_is_built_without_a_warning(tmp_path: Path) -> None:
     if not compiles("cc"):
         pytest.skip("no C compiler with the C library's headers, or not x86-64")
     _, built = build(tmp_path, CC="cc", CFLAGS="-Wall -Wextra -Werror")
-    assert [path.parent.name for path in built] == ["hpstore"]
+    assert [path.parent.name for path in built] == ["hpstore", "hpstore"]
 
 
 def test_it_is_there_where_it_can_be() -> None:
     """Guards the tests that skip without it: an installation with a compiler has it."""
     if not compiles(sysconfig.get_config_var("CC") or "cc"):
         pytest.skip("no C compiler with the C library's headers, or not x86-64")
-    found = importlib.util.find_spec("hpstore._nontemporal")
-    assert found is not None, "installed before there was a compiler? rm .venv/.ready, then make"
+    for name in ("hpstore._nontemporal", "hpstore._directories"):
+        found = importlib.util.find_spec(name)
+        assert found is not None, (
+            "installed before there was a compiler? rm .venv/.ready, then make"
+        )

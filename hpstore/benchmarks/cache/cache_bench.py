@@ -15,6 +15,7 @@ from hpstore.benchmarks.cache.cache_bars import CAPACITIES, share_of_min, to_bes
 from hpstore.benchmarks.cache.cache_cost import BLOCKS as COST_BLOCKS
 from hpstore.benchmarks.cache.cache_cost import measure_cost
 from hpstore.benchmarks.cache.cache_end_to_end import QUICK, CacheScale, measure_end_to_end
+from hpstore.benchmarks.cache.cache_families import measure_families
 from hpstore.benchmarks.cache.cache_peers import PeerRun, missing, packages_named
 from hpstore.benchmarks.cache.cache_plots import plot_workload
 from hpstore.benchmarks.cache.cache_traces import BLOCKS, TRACES, CacheTrace, trace_named
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 SEED = 20261121
 BATCH = 64
 DRAWN_BATCHES = 12  # of the 16 that a loader has drawn, those which nobody makes yet
-COST, END_TO_END = "cost", "end-to-end"
+COST, END_TO_END, FAMILY_ROWS = "cost", "end-to-end", "families"
 QUICK_BLOCKS, QUICK_COST_BLOCKS = 2000, 500_000
 MOST_REPEATS = 3  # of end to end: half a minute each
 _REQUEST_COST = 1 << 40  # of "by count": every request costs the same, whatever its size
@@ -39,8 +40,9 @@ Found = dict[str, Any]
 def bench_cache(options: Options) -> dict[str, object]:
     """Every workload at 10, 20 and 40 %, order unknown and known; the cost of a sample; loaders.
 
-    `options.cases`: names of workloads, "cost" or "end-to-end"; all unless given. `quick`: little
-    data, which shows that all works; the bars are meant for the whole. Results are handed to
+    `options.cases`: names of workloads, "families", "cost" or "end-to-end"; all unless given.
+    `quick`: little data, which shows that all works; the bars are meant for the whole.
+    Results are handed to
     `options.keep` after each workload and each repetition of the rest, so that a run that is cut
     leaves what it has.
     """
@@ -79,6 +81,11 @@ def bench_cache(options: Options) -> dict[str, object]:
                     keep=partial(keep, name),
                     say=say,
                 )
+            elif name == FAMILY_ROWS:
+                found = measure_families(
+                    batch=BATCH, quick=options.quick, keep=partial(keep, name), say=say
+                )
+                keep(name, found)
             elif name == END_TO_END:
                 measure_end_to_end(
                     scale=QUICK if options.quick else CacheScale(),
@@ -103,7 +110,7 @@ def _say(bar: Progress, name: str, part: str) -> None:
 
 
 def _cases(named: str) -> list[str]:
-    known = [*TRACES, COST, END_TO_END]
+    known = [*TRACES, FAMILY_ROWS, COST, END_TO_END]
     chosen = [name.strip() for name in named.split(",") if name.strip()] or known
     for name in chosen:
         if name not in known:

@@ -17,7 +17,8 @@ BLOCKS = 10_000_000
 BATCH = 256
 BATCHES = 400  # of one measurement
 DRAWN_BATCHES = 16  # as many as a loader draws ahead
-MICROSECONDS, INDEX_BYTES = 0.5, 40.0  # the bars
+MICROSECONDS, INDEX_BYTES = 1.0, 24.0  # the bars
+KNOWN_BYTES = 40.0  # of two epochs that are known: 24 of them are links and the order itself
 
 Int64s = npt.NDArray[np.int64]
 Found = dict[str, object]  # JSON
@@ -87,10 +88,10 @@ def measure_known(*, blocks: int, repeats: int) -> Found:
         "of it telling_us": round(statistics.median(telling[1:]), 3),
         "mismatches": policy.counters["mismatches"],
     }
-    return _figures(times[1:], policy.index_bytes / blocks) | facts
+    return _figures(times[1:], policy.index_bytes / blocks, KNOWN_BYTES) | facts
 
 
-def _figures(times: list[float], index: float) -> Found:
+def _figures(times: list[float], index: float, bytes_bar: float = INDEX_BYTES) -> Found:
     middle = statistics.median(times)
     return {
         "us_a_sample": round(middle, 3),
@@ -99,8 +100,8 @@ def _figures(times: list[float], index: float) -> Found:
         "bar_us": MICROSECONDS,
         "us_met": middle <= MICROSECONDS,
         "index_bytes_a_block": round(index, 1),
-        "bar_index_bytes": INDEX_BYTES,
-        "index_met": index <= INDEX_BYTES,
+        "bar_index_bytes": bytes_bar,
+        "index_met": index <= bytes_bar,
     }
 
 

@@ -63,7 +63,14 @@ class CachePolicy:
         self._pins = np.empty(0, np.uint8)  # until the first pin
         self._pinned = 0
         share = min(1.0, capacity_bytes / max(total, 1))
-        self._outlook = Outlook(blocks, jobs, table=self._table, capacity_share=share, seed=seed)
+        self._outlook = Outlook(
+            blocks,
+            jobs,
+            table=self._table,
+            capacity_share=share,
+            seed=seed,
+            soft=request_cost_bytes > 0,
+        )
         self._counters = dict.fromkeys(
             (
                 "requests",
@@ -97,7 +104,7 @@ class CachePolicy:
     @property
     def expert(self) -> str:
         """Who judges blocks of unknown order now."""
-        return self._outlook.expert.name
+        return self._outlook.expert
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -310,6 +317,7 @@ class CachePolicy:
         self._state[:] = 0
         self._pins = np.empty(0, np.uint8)
         self.hold(there)
+        self._outlook.begin_with()
 
     def _exchange(self, newcomers: Int64s, waits: Floats) -> tuple[Int64s, Int64s]:
         """Newcomers that come in and residents that leave for them, done; soonest first.
@@ -357,7 +365,7 @@ class CachePolicy:
         if self._residents.count <= EXACT:
             found = self._residents.listed()
         else:
-            found = self._residents.draw(_CANDIDATES * together)
+            found = self._drawn(together)
         drawn = found.astype(np.int64)  # the only kind of index that numpy does not convert
         if self._in_flight:
             drawn = drawn[self._state[drawn] & _FLIGHT == 0]
@@ -365,6 +373,14 @@ class CachePolicy:
             drawn = drawn[self._pins[drawn] == 0]
         waits = self._outlook.waits(drawn)
         return drawn, waits + self._dearness(drawn) if self._cost else waits
+
+    def _drawn(self, together: int) -> Int32s:
+        """Of many residents: those that go first, and drawn ones where they are too few."""
+        first = self._outlook.leavers(together)
+        if len(first) >= together:
+            return first
+        drawn = self._residents.draw(_CANDIDATES * (together - len(first)))
+        return np.unique(np.concatenate((first, drawn))) if len(first) else drawn
 
     def _contest(
         self, newcomers: Int64s, waits: Floats, victims: Int64s, latest: Floats

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.loaders.policy.block_stats import BlockRows, Table
+from hpstore.loaders.policy.block_stats import Table
 from hpstore.loaders.policy.cache_plan import Floats, Int32s, Int64s
 
 JOBS = 8
@@ -34,7 +34,7 @@ class EpochBits:
 
     @property
     def seen(self) -> npt.NDArray[np.uint8]:
-        """uint8[blocks]: a view, until the table is laid anew."""
+        """uint8[blocks]: a view."""
         return self._blocks.seen
 
     def begin(self, job: int, requests: int | None) -> None:
@@ -47,12 +47,10 @@ class EpochBits:
         self.made[job] = 0
         self._stale = np.inf
 
-    def touch(self, job: int, blocks: Int64s, rows: BlockRows, requests: int) -> None:
-        """A job has asked for blocks, whose rows are put back by who took them."""
+    def touch(self, job: int, blocks: Int64s, requests: int) -> None:
+        """A job has asked for blocks."""
         if job < JOBS and self.length[job]:
-            rows.seen |= np.uint8(1 << job)
-            if not rows.seen.size:  # it is not in the rows
-                self.seen[blocks] |= np.uint8(1 << job)
+            self.seen[blocks] |= np.uint8(1 << job)
             self.made[job] += requests
             self._stale += requests / self.length[job]
 
@@ -63,10 +61,14 @@ class EpochBits:
 
         `shares`: of all requests, by job.
         """
+        return self.by_pattern(jobs, shares)[self.seen[blocks]]
+
+    def by_pattern(self, jobs: tuple[int, ...], shares: Sequence[float]) -> Floats:
+        """float32[256]: as waits(), of a block with each pattern of bits."""
         if self._stale > _FRESH or jobs != self._told:
             self._table = self._expect(jobs, shares)
             self._stale, self._told = 0.0, jobs
-        return self._table[self.seen[blocks]]
+        return self._table
 
     def state(self) -> dict[str, np.ndarray]:
         """Arrays, not copied."""

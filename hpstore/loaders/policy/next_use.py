@@ -12,9 +12,10 @@ import numpy.typing as npt
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy.block_stats import Table
 from hpstore.loaders.policy.cache_plan import Bools, Floats, Int32s, Int64s
+from hpstore.loaders.policy.directories import MARGIN, PHASE, RULES, installed
 from hpstore.loaders.policy.epoch_bits import JOBS, EpochBits
-from hpstore.loaders.policy.experts import BEYOND, EXPERTS, Expert, Shadows, sample_of
-from hpstore.loaders.policy.frequency import HALF_LIVES, Learner
+from hpstore.loaders.policy.expert_choice import APART, ExpertChoice, usable
+from hpstore.loaders.policy.frequency import Learner
 from hpstore.loaders.policy.known_order import NEVER, Future
 from hpstore.loaders.policy.resident_set import EXACT
 from hpstore.loaders.policy.sampler_lookahead import Drawn
@@ -22,18 +23,20 @@ from hpstore.loaders.policy.unique_blocks import Distinct
 
 Arrays = dict[str, npt.NDArray[np.generic]]
 Learned = Callable[[Bools | None], Floats]
-"""What an expert says of some blocks, or of all of them: asked for only where it counts."""
+"""What was learned of some blocks, or of all of them: asked for only where it counts."""
 
 _WORTH = 32  # fewer draws than one to so many residents would protect next to nothing
 _BATCHES = 16  # at least so many batches decide how fast jobs go
 _LEAST_REQUESTS = 1e-150  # fewer, of jobs that have ended long ago, are none
 _MOST_REQUESTS = float(1 << 62)
 _PART = 1 / 32  # of an epoch, if that is more
+_SOFT = 3.0  # ln of requests: where blocks also differ by what a request costs
+_NO_ROOM = np.float32(1e30)  # a newcomer that never displaces anything; still takes free room
 
 
 class ObservedUses(NamedTuple):
     """Of the blocks that a batch asks for: which are `resident`, their keys before it and after,
-    float32[columns, n].
+    float32[n].
     """
 
     resident: Bools
@@ -49,17 +52,17 @@ class Outlook:
     """
 
     def __init__(
-        self, blocks: int, jobs: int, *, table: Table, capacity_share: float, seed: int
+        self, blocks: int, jobs: int, *, table: Table, capacity_share: float, seed: int, soft: bool
     ) -> None:
+        """`soft`: what a block costs counts beside what rules say of it."""
         self.blocks, self.jobs = blocks, jobs
-        self._share, self._seed = capacity_share, seed
+        self._seed, self._apart = seed, _SOFT if soft else APART
         self._room = capacity_share * blocks
         self._table = table
         self.learner = Learner(table)
         self.phases = EpochBits(table)
-        self._shadows: Shadows | None = None  # until a request of unknown order
-        self._past = np.empty((0, 0), np.float32)  # keys of the sample at the last step
-        self._stepped = 0.0
+        self._saved: Arrays = {}
+        self._choice: ExpertChoice | None = None  # until a request of unknown order
         self.futures: list[Future | Drawn] = [Future(blocks) for _ in range(jobs)]
         # of every job: faded count of requests, requests of this epoch, requests of an epoch
         self._rates, self._made = [0.0] * jobs, [0.0] * jobs
@@ -75,17 +78,18 @@ class Outlook:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays that grow with the number of blocks, but the table."""
-        return sum(future.nbytes for future in self.futures)
+        followed = self._choice.nbytes if self._choice else 0
+        return followed + sum(future.nbytes for future in self.futures)
 
     @property
     def switches(self) -> int:
         """How often another expert took over."""
-        return self._shadows.switches if self._shadows else 0
+        return self._choice.switches if self._choice else 0
 
     @property
-    def expert(self) -> Expert:
+    def expert(self) -> str:
         """Who judges blocks of unknown order now."""
-        return EXPERTS[self._shadows.active] if self._shadows else BEYOND
+        return self._choice.name if self._choice else "counts"
 
     def begin_epoch(self, job: int, requests: int | None) -> None:
         """As CachePolicy.begin_epoch."""
@@ -120,12 +124,12 @@ class Outlook:
         rows = self._table.take(once.blocks)
         before = rows.keys
         rows.keys = self.learner.touch(before, once.counts)
-        self.phases.touch(job, once.blocks, rows, requests)
+        self.phases.touch(job, once.blocks, requests)
         self._table.put(once.blocks, rows)
-        if self._shadows is not None and np.count_nonzero(rows.marks):
-            sampled = asked[self._table.marks[asked]]
-            if self._shadows.record(sampled):
-                self._step(self._shadows)
+        if self._choice is not None and not self._known(job):
+            jobs = self._phased()
+            told = self.phases.by_pattern(jobs, self._shares) if jobs else None
+            self._choice.request(asked, told)
         return ObservedUses(rows.places >= 0, before, rows.keys)
 
     def waits(self, blocks: Int64s | Int32s, job: int | None = None) -> Floats:
@@ -146,16 +150,19 @@ class Outlook:
         """float32[n]: of blocks that are missed, with the margin; `missed`: which of the batch."""
 
         def learned(some: Bools | None) -> Floats:
-            expert = self.expert
-            if expert.column is None:
-                found = self._learned(blocks if some is None else blocks[some])
-            else:
-                keys = observed.after if expert.fresh else observed.before
-                key = keys[expert.column][missed]
-                found = self._offset(expert.column) - (key if some is None else key[some])
-            return found + np.float32(expert.margin)
+            chosen = blocks if some is None else blocks[some]
+            old, new = observed.before[missed], observed.after[missed]
+            return self._learned_new(
+                chosen, *((old, new) if some is None else (old[some], new[some]))
+            )
 
         return self._merged(blocks, learned, newcomers=True)
+
+    def leavers(self, count: int) -> Int32s:
+        """Some residents that go first, whoever else is drawn; each once."""
+        if self._choice is None or self._choice.by_counts:
+            return np.empty(0, np.int32)
+        return self._choice.leavers(count)
 
     def state(self) -> Arrays:
         """Arrays by name, not copied."""
@@ -166,42 +173,37 @@ class Outlook:
             "made": np.array(self._made),
             "period": np.array(self._period),
         }
-        if self._shadows is not None:
-            found |= {f"shadows_{k}": v for k, v in self._shadows.state().items()}
-            found |= {"past": self._past, "stepped": np.array([self._stepped])}
+        if self._choice is not None:
+            found |= {f"choice_{k}": v for k, v in self._choice.state().items()}
         return found
 
     def check(self, arrays: Mapping[str, npt.NDArray[np.generic]]) -> None:
         """Raises ConfigError for arrays that load() could not work with."""
-        columns, experts, sample = len(HALF_LIVES), len(EXPERTS), sample_of(self.blocks)
-        jobs, wide = (self.jobs,), (self.blocks, columns)
-        allowed: dict[str, tuple[tuple[int, ...], ...]] = {
-            "learner_keys": (wide, (self.blocks, 1)),
-            "learner_clock": ((columns + 1,),),
-            "phases_seen": ((self.blocks,), (0,)),
-            "phases_made": ((JOBS,),),
-            "phases_length": ((JOBS,),),
-            "rates": (jobs,),
-            "made": (jobs,),
-            "period": (jobs,),
+        rules, jobs, blocks = len(RULES), (self.jobs,), (self.blocks,)
+        needed: dict[str, tuple[int, ...]] = {
+            "learner_keys": blocks,
+            "learner_clock": (2,),
+            "phases_seen": blocks,
+            "phases_made": (JOBS,),
+            "phases_length": (JOBS,),
+            "rates": jobs,
+            "made": jobs,
+            "period": jobs,
         }
-        if "shadows_resident" in arrays:
-            allowed["learner_keys"] = (wide,)
-            allowed |= {
-                "shadows_resident": ((experts, sample),),
-                "shadows_scores": ((experts,),),
-                "shadows_spread": ((experts, experts),),
-                "shadows_came": ((experts,),),
-                "shadows_numbers": ((2,),),
-                "past": ((sample, columns),),
-                "stepped": ((1,),),
+        if "choice_numbers" in arrays:
+            needed |= {
+                "choice_scores": (rules,),
+                "choice_spread": (rules, rules),
+                "choice_numbers": (2,),
             }
-        for name, shapes in allowed.items():
-            if name not in arrays or arrays[name].shape not in shapes:
+        for name, shape in needed.items():
+            if name not in arrays or arrays[name].shape != shape:
                 found = arrays[name].shape if name in arrays else "nothing"
                 raise ConfigError(
-                    f"{name} of a saved cache policy is {found}, not {shapes[0]}: start without it"
+                    f"{name} of a saved cache policy is {found}, not {shape}: start without it"
                 )
+        if "choice_numbers" in arrays and not usable(arrays["choice_numbers"]):
+            raise ConfigError("the leader of a saved cache policy cannot be: start without it")
 
         least = {"rates": 0, "made": 0, "phases_made": 0, "phases_length": 0, "period": 1}
         for name, low in least.items():
@@ -213,7 +215,7 @@ class Outlook:
         """The opposite of state(); names and shapes have been checked. Futures are empty."""
         parts = {
             part: {k.removeprefix(part): v for k, v in arrays.items() if k.startswith(part)}
-            for part in ("learner_", "phases_", "shadows_")
+            for part in ("learner_", "phases_", "choice_")
         }
         self.learner.load(parts["learner_"])
         self.phases.load(parts["phases_"])
@@ -221,15 +223,17 @@ class Outlook:
             arrays[name].astype(np.float64).tolist() for name in ("rates", "made", "period")
         )
         self._share_out()
-        self._shadows = None
-        if parts["shadows_"]:
-            self._begin_shadows().load(parts["shadows_"])
-            self._past = arrays["past"].astype(np.float32)
-            self._stepped = float(arrays["stepped"].astype(np.float64)[0])
+        self._choice, self._saved = None, parts["choice_"]
         for future in self.futures:
             future.forget()
             future.mismatched = False
         self._list_told()
+
+    def begin_with(self) -> None:
+        """After load(), once the table has the residents' places."""
+        if self._saved and (choice := self._begin_choice()) is not None:
+            choice.load(self._saved)
+        self._saved = {}
 
     def _follow(self, job: int, asked: Int64s) -> None:
         """Checks what was foretold; where not all is known, learning begins."""
@@ -244,9 +248,7 @@ class Outlook:
             self._list_told()
         if not future.queued and future.head:
             future.forget()
-        if self._shadows is None:
-            self.learner.widen()
-            self._begin_shadows()
+        self._begin_choice()
 
     def _list_told(self) -> None:
         least = self._room / _WORTH if self._room > EXACT else 1
@@ -259,30 +261,12 @@ class Outlook:
             rate > 0 and job not in self._told for job, rate in enumerate(self._rates)
         )
 
-    def _begin_shadows(self) -> Shadows:
-        self._shadows = Shadows(self.blocks, self._share, self._seed)
-        self._table.marks[self._shadows.sample] = True
-        self._past = self.learner.keys[self._shadows.sample]
-        self._stepped = self.learner.epochs
-        return self._shadows
-
-    def _step(self, shadows: Shadows) -> None:
-        """All experts' judgement of the sample, for their shadow caches to be played on."""
-        keys = self.learner.keys[shadows.sample]
-        offsets = self.learner.offsets(self._per_epoch)
-        jobs = self._phased()
-        waits = np.empty((len(EXPERTS), len(shadows.sample)), np.float32)
-        newcomers = np.empty_like(waits)
-        for row, expert in enumerate(EXPERTS):
-            if expert.column is None:
-                waits[row] = self.phases.waits(shadows.sample, jobs, self._shares) if jobs else 0
-                newcomers[row] = waits[row] + expert.margin
-            else:
-                waits[row] = offsets[expert.column] - keys[:, expert.column]
-                known = keys if expert.fresh else self._past
-                newcomers[row] = offsets[expert.column] - known[:, expert.column] + expert.margin
-        shadows.step(waits, newcomers, self.learner.epochs - self._stepped, phases=bool(jobs))
-        self._past, self._stepped = keys, self.learner.epochs
+    def _begin_choice(self) -> ExpertChoice | None:
+        if self._choice is None and installed() is not None:
+            self._choice = ExpertChoice(
+                self._table, self.blocks, self._room, seed=self._seed, apart=self._apart
+            )
+        return self._choice
 
     def _phased(self) -> tuple[int, ...]:
         """Jobs of unknown order that have begun epochs."""
@@ -312,22 +296,38 @@ class Outlook:
             pace = sum(rate / one for rate, one in zip(self._rates, self._period, strict=True))
             self._per_epoch = total / pace
 
-    def _offset(self, column: int) -> np.float32:
-        facts = (column, self.learner.epochs, self._per_epoch)
+    def _offset(self) -> np.float32:
+        facts = (self.learner.epochs, self._per_epoch)
         if facts != self._offset_of:  # asked for several times a batch
             self._offset_of = facts
-            self._offset_is = np.float32(self.learner.offset(column, self._per_epoch))
+            self._offset_is = np.float32(self.learner.offset(self._per_epoch))
         return self._offset_is
 
     def _learned(self, blocks: Int64s | Int32s) -> Floats:
-        column = self.expert.column
-        if column is None:
-            jobs = self._phased()
+        choice = self._choice
+        if choice is None or choice.by_counts:
+            jobs = self._phased() if choice is not None and choice.leader == PHASE else ()
             if jobs:
-                return self.phases.waits(blocks.astype(np.int64, copy=False), jobs, self._shares)
-            column = BEYOND.column
-        assert column is not None
-        return self._offset(column) - self.learner.column(blocks, column)
+                return self.phases.waits(blocks, jobs, self._shares)
+            return self._offset() - self.learner.keys[blocks]
+        found = choice.distance(blocks, strictly=bool(self._told))
+        found += self._offset()
+        found -= self.learner.keys[blocks]
+        return found
+
+    def _learned_new(self, blocks: Int64s, before: Floats, after: Floats) -> Floats:
+        """Of blocks that are missed, with their keys before this request and after it."""
+        choice = self._choice
+        if choice is not None and not choice.by_counts:
+            return choice.distance(blocks, strictly=bool(self._told)) + (self._offset() - after)
+        rule = RULES[choice.leader] if choice is not None else None
+        if rule is not None and rule.name == "static":
+            return np.full(len(blocks), _NO_ROOM)
+        if rule is not None and rule.fresh:
+            return self._offset() - after
+        if rule is not None and choice is not None and choice.leader == PHASE and self._phased():
+            return self._learned(blocks) + np.float32(MARGIN)
+        return self._offset() - before + np.float32(MARGIN)
 
     def _merged(self, blocks: Int64s | Int32s, learned: Learned, *, newcomers: bool) -> Floats:
         """The soonest of what is foretold by each job, and of what was learned of the others."""
