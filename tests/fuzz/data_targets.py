@@ -201,7 +201,9 @@ def policy() -> CachePolicy:
 
 def learned_seeds() -> list[bytes]:
     part = _part(b"")
-    save_learned(part, "id", policy().state_arrays(), CacheTally())
+    made = policy()
+    made.access(0, np.arange(20))  # with scores of rules
+    save_learned(part, "id", made.state_arrays(), CacheTally())
     return [Path(f"{part.file.stem}.learned.npz").read_bytes()]
 
 
@@ -211,6 +213,7 @@ def take_learned(data: bytes) -> None:
         made = policy()
         made.restore(arrays, residents=np.empty(0, np.int64))
         made.expected_use(np.arange(50))
+        made.access(0, np.arange(30))
 
 
 def message(facts: object, raw: bytes = b"") -> bytes:

@@ -30,6 +30,7 @@ _MEMORY = 10_000  # requests: half-life of scores, or as many as blocks have roo
 _GAIN = 0.002  # of its hits: less is not worth a change
 _DEVIATIONS = 0.7  # of the difference of two experts' hits: what less says is chance
 _ADOPTION = 0.03  # hits that must have been gained, for each block that would have to come
+_MOST_HITS = 1e15  # of a saved state
 _LEAD = 4.0  # votes of the leader; others have at most 1
 APART = 100.0
 """ln of requests: more than what is learned of blocks can differ by."""
@@ -237,8 +238,10 @@ class ExpertChoice:
 
     def load(self, arrays: dict[str, npt.NDArray[np.generic]]) -> None:
         """The opposite of state(); blocks that the table has places for are those to begin with."""
-        self.scores = np.nan_to_num(arrays["scores"].astype(np.float64))
-        self.spread = np.maximum(np.nan_to_num(arrays["spread"].astype(np.float64)), 0.0)
+        self.scores, self.spread = (
+            np.clip(np.nan_to_num(arrays[name].astype(np.float64)), 0.0, _MOST_HITS)
+            for name in ("scores", "spread")
+        )
         self.leader, self.switches = arrays["numbers"].astype(np.int64).tolist()
         self._waiting, self._held = [], 0
         self._open()

@@ -190,7 +190,8 @@ class Outlook:
             "made": jobs,
             "period": jobs,
         }
-        if "choice_numbers" in arrays:
+        chosen = any(name.startswith("choice_") for name in arrays)
+        if chosen:
             needed |= {
                 "choice_scores": (rules,),
                 "choice_spread": (rules, rules),
@@ -202,7 +203,7 @@ class Outlook:
                 raise ConfigError(
                     f"{name} of a saved cache policy is {found}, not {shape}: start without it"
                 )
-        if "choice_numbers" in arrays and not usable(arrays["choice_numbers"]):
+        if chosen and not usable(arrays["choice_numbers"]):
             raise ConfigError("the leader of a saved cache policy cannot be: start without it")
 
         least = {"rates": 0, "made": 0, "phases_made": 0, "phases_length": 0, "period": 1}
