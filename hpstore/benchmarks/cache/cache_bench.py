@@ -41,10 +41,8 @@ def bench_cache(options: Options) -> dict[str, object]:
     """Every workload at 10, 20 and 40 %, order unknown and known; the cost of a sample; loaders.
 
     `options.cases`: names of workloads, "families", "cost" or "end-to-end"; all unless given.
-    `quick`: little data, which shows that all works; the bars are meant for the whole.
-    Results are handed to
-    `options.keep` after each workload and each repetition of the rest, so that a run that is cut
-    leaves what it has.
+    `quick`: little data, which shows that all works; the bars are meant for the whole. Results are
+    handed to `options.keep` after each workload and repetition: a run that is cut leaves them.
     """
     chosen = _cases(options.cases)
     packages = packages_named(options.peers)
@@ -54,13 +52,7 @@ def bench_cache(options: Options) -> dict[str, object]:
     workloads: Found = {}
     failed: dict[str, str] = dict(absent)
     results: dict[str, object] = {
-        "configuration": {
-            "seed": SEED,
-            "blocks": blocks,
-            "batch": BATCH,
-            "peers": present,
-            "quick": options.quick,
-        },
+        "configuration": _configuration(options, blocks, present),
         "workloads": workloads,
         "failed": failed,
     }
@@ -82,10 +74,8 @@ def bench_cache(options: Options) -> dict[str, object]:
                     say=say,
                 )
             elif name == FAMILY_ROWS:
-                found = measure_families(
-                    batch=BATCH, quick=options.quick, keep=partial(keep, name), say=say
-                )
-                keep(name, found)
+                shown = partial(keep, name)
+                measure_families(batch=BATCH, quick=options.quick, keep=shown, say=say)
             elif name == END_TO_END:
                 measure_end_to_end(
                     scale=QUICK if options.quick else CacheScale(),
@@ -103,6 +93,16 @@ def bench_cache(options: Options) -> dict[str, object]:
             bar.advance(bar.task_ids[0])
             _log.info("bench cache: %s done", name)
     return results
+
+
+def _configuration(options: Options, blocks: int, peers: list[str]) -> Found:
+    return {
+        "seed": SEED,
+        "blocks": blocks,
+        "batch": BATCH,
+        "peers": peers,
+        "quick": options.quick,
+    }
 
 
 def _say(bar: Progress, name: str, part: str) -> None:

@@ -90,8 +90,10 @@ class ExpertChoice:
 
     @property
     def by_counts(self) -> bool:
-        """The leader has no directory of all blocks: what is learned of blocks decides alone."""
-        return not self.whole and self._leading is None
+        """What is known of each block decides alone: the leader has no directory of all blocks, or
+        is the phase rule, whose directory compares a few blocks where the cache compares many.
+        """
+        return self.leader == PHASE or (not self.whole and self._leading is None)
 
     def request(self, blocks: Int64s, waits: Floats | None) -> None:
         """Requests one after the other; `waits` as in Directories.request."""
