@@ -21,6 +21,7 @@ SEQUENCES = [
     ("2Q", 4, "a b c d e a a", ". . . . . . x"),
     ("2Q", 4, "a b c d e a f g h a", ". . . . . . . . . x"),
     ("S3-FIFO", 10, "a a a b c d e f g h i j k l a", ". x x . . . . . . . . . . . x"),
+    ("S3-FIFO", 10, "a a b c d e f g h i j k a", ". x . . . . . . . . . . ."),
     ("ARC", 3, "a a b c d e a", ". x . . . . x"),
     ("LIRS", 3, "a b c d a e b", ". . . . x . x"),
     ("W-TinyLFU", 3, "a a b b c d e a b", ". x . x . . . x x"),
