@@ -30,7 +30,7 @@ _REVISION_MOST = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
+class ClientCertificates:
     """Paths on this machine: of the authority that signs endpoints, and of this client. "" for
     none."""
 
@@ -67,7 +67,7 @@ class EtcdGateway:
     batch = 100  # etcd takes 128 operations a transaction
     at_once = 8
 
-    def __init__(self, url: EtcdUrl, prefix: str, tls: TlsFiles) -> None:
+    def __init__(self, url: EtcdUrl, prefix: str, tls: ClientCertificates) -> None:
         self._url, self._prefix = url, f"{url.prefix}/{prefix}/"
         self._tls = tls.context() if url.tls else None
         self._lock = threading.Lock()  # guards _idle and _first

@@ -10,16 +10,18 @@ from typing import Annotated
 import typer
 
 from hpstore.agent.http_server import parse_listen
-from hpstore.cli.options import Json
+from hpstore.cli.options import Json, size_option
 from hpstore.cli.output import say
 from hpstore.config import Settings
 from hpstore.errors import ConfigError
-from hpstore.units import parse_bytes
+from hpstore.units import GIB, MIB
 
 hosts = typer.Typer(
     no_args_is_help=True, help="Disks of this host for pools on others: serve, init."
 )
 _NEEDS = "install hpstore[hosts], which has it"
+Recycle = Annotated[int, size_option("files kept for overwriting, on each disk", "2GiB")]
+Memory = Annotated[int, size_option("for bodies under way", "256MiB")]
 
 
 @hosts.command()
@@ -32,11 +34,11 @@ def serve(
     certificates: Annotated[
         Path | None, typer.Option(help="directory of ca.pem, certificate.pem and key.pem")
     ] = None,
-    recycle: Annotated[str, typer.Option(help="files kept for overwriting, on each disk")] = "2GiB",
+    recycle: Recycle = 2 * GIB,
     direct: Annotated[bool, typer.Option(help="O_DIRECT")] = True,
     connections: Annotated[int, typer.Option(help="at once, of all callers")] = 1024,
     handles: Annotated[int, typer.Option(help="files open at once, of all callers")] = 16384,
-    memory: Annotated[str, typer.Option(help="for bodies under way")] = "256MiB",
+    memory: Memory = 256 * MIB,
 ) -> None:
     """Serve disks of this host, each as hpd://HOST:PORT/NUMBER, until it is ended.
 
@@ -52,7 +54,7 @@ def serve(
     settings = Settings(
         tls=tls,
         certificates=default_certificates(certificates),
-        recycle_bytes=parse_bytes(recycle),
+        recycle_bytes=recycle,
         direct=direct,
     )
     if connections < 1 or handles < 1:
@@ -61,7 +63,7 @@ def serve(
         connections=connections,
         connections_of_peer=max(1, connections // 2),
         handles=handles,
-        arena_bytes=parse_bytes(memory),
+        arena_bytes=memory,
     )
     with serving(host.strip("[]"), port, disks, settings, limits) as service:
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpstore.agreement.etcd_gateway import EtcdGateway, TlsFiles
+from hpstore.agreement.etcd_gateway import ClientCertificates, EtcdGateway
 from hpstore.agreement.register_url import DEVICES, EtcdUrl, parse_register_url
 from hpstore.agreement.s3_records import S3Records
 from hpstore.agreement.swap_registers import SwapRegisters
@@ -25,7 +25,7 @@ def swap_store(store: PoolContext, place: RegisterPlace) -> SwapStore:
     url = parse_register_url(place.url)
     prefix = f"{store.view.record.pool_id}/{place.epoch}"
     if isinstance(url, EtcdUrl):
-        tls = TlsFiles(
+        tls = ClientCertificates(
             authority=settings.registers_ca_file,
             certificate=settings.registers_certificate_file,
             private_key=settings.registers_key_file,

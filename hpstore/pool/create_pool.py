@@ -52,7 +52,7 @@ def create_pool(
     """Make a pool of k + m stripes over `devices` (paths or URLs) and write its pool.toml.
 
     pool.toml holds the pool's key, without which no byte can be checked: keep a copy. Nothing is
-    claimed unless every device can be. Raises ConfigError, DeviceInUse, DeviceError.
+    claimed unless all can be. Raises ConfigError, DeviceInUse, DeviceError.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def create_pool(
         Also where a mount seems to be missing and a device would lie on the system's disk.
     stores
         Object stores that URLs name, as s3://NAME@bucket/prefix: tables of `endpoint`, `region`,
-        `credentials` and so on by name, or a TOML file with [stores.NAME]; pool.toml gets them.
+        `credentials` by name, or a TOML file with [stores.NAME]; pool.toml gets them.
     """
     chosen, path = choose_scheme(data, parity, scheme), Path(config).absolute()
     _require_creatable(path, name, settings)
@@ -92,10 +92,15 @@ def create_pool(
         stores=read_stores(stores),
     )
     _make_members(made, chosen, domains, unit_bytes)
+    _enter_name(made, name)
+    return Pool(made)
+
+
+def _enter_name(made: PoolConfig, name: str | None) -> None:
+    """Let hpstore.open(name) and URLs find the pool."""
     if name is not None:
         register(made)
-        add_to_table(name, path)
-    return Pool(made)
+        add_to_table(name, made.path)
 
 
 def _make_members(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.agreement.etcd_gateway import EtcdGateway, TlsFiles
+from hpstore.agreement.etcd_gateway import ClientCertificates, EtcdGateway
 from hpstore.agreement.register_url import EtcdUrl, S3Url, parse_register_url
 from hpstore.agreement.registers import LocalRegisters, Registers
 from hpstore.agreement.s3_records import S3Records
@@ -109,7 +109,7 @@ class TestEtcd(AgreementContract):
         assert isinstance(parsed, EtcdUrl)
         turned = EtcdUrl(endpoints=parsed.endpoints[::-1], prefix=parsed.prefix, tls=False)
         name = request.node.name
-        a, b = (over(EtcdGateway(one, name, TlsFiles())) for one in (parsed, turned))
+        a, b = (over(EtcdGateway(one, name, ClientCertificates())) for one in (parsed, turned))
         yield a, b
         a.close()
         b.close()

@@ -96,8 +96,9 @@ def test_help_shows_groups_and_short_names_apart() -> None:
         "agent",
         "health",
         "memory",
-        "registers",
+        "host",
         "cache",
+        "registers",
     ]
 
 

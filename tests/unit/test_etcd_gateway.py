@@ -13,10 +13,16 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from hpstore.agreement import etcd_gateway
-from hpstore.agreement.etcd_gateway import EtcdGateway, TlsFiles, decode_range, decode_swap
+from hpstore.agreement.etcd_gateway import (
+    ClientCertificates,
+    EtcdGateway,
+    decode_range,
+    decode_swap,
+)
 from hpstore.agreement.register_url import EtcdUrl, parse_register_url
 from hpstore.errors import ConfigError, IntegrityError, RegistersUnavailable
 
+LENGTH = b"Content-Length:"
 HEADER = {"cluster_id": "1", "revision": "7"}
 KEY = base64.b64encode(b"/hpstore/p/a").decode()
 
@@ -51,10 +57,15 @@ class Server:
                 return
             with connection:
                 connection.settimeout(5.0)
-                with suppress(OSError):
-                    while connection.recv(1 << 16):
-                        self.requests += 1
-                        self._answer(connection)
+                with suppress(OSError), connection.makefile("rb") as received:
+                    size = 0
+                    for line in received:
+                        if line.startswith(LENGTH):
+                            size = int(line.removeprefix(LENGTH))
+                        if line == b"\r\n":
+                            received.read(size)
+                            self.requests += 1
+                            self._answer(connection)
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -86,7 +97,7 @@ def gateway(*servers: Server) -> EtcdGateway:
     url = parse_register_url("etcd://" + ",".join(f"127.0.0.1:{s.port}" for s in servers))
     assert isinstance(url, EtcdUrl)
     return EtcdGateway(
-        EtcdUrl(endpoints=url.endpoints, prefix="/hpstore", tls=False), "p", TlsFiles()
+        EtcdUrl(endpoints=url.endpoints, prefix="/hpstore", tls=False), "p", ClientCertificates()
     )
 
 
@@ -212,4 +223,4 @@ def test_answers_of_etcd_are_read_as_they_are() -> None:
 def test_files_of_tls_that_are_missing_are_named() -> None:
     """With the settings that name them."""
     with pytest.raises(ConfigError, match=r"/none/ca.*registers_ca_file"):
-        TlsFiles(authority="/none/ca").context()
+        ClientCertificates(authority="/none/ca").context()

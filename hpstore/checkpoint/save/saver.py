@@ -484,8 +484,7 @@ class Saver:
         self._earlier, self._told_of_later = Earlier(), False
 
     def flush(self) -> None:
-        """Wait for copies to tiers, remove what retention has postponed. Interrupted, it can be
-        called again."""
+        """Wait for copies, remove what retention has postponed. It can be called again."""
         self.tiers.wait()
         self._after.flush()
 
