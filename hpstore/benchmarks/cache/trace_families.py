@@ -12,7 +12,7 @@ is known for; parameters are those that are published, as cited, or lie in their
 - Block storage: scans, loops and a skewed part, as in the MSR Cambridge traces
   (D. Narayanan, A. Donnelly, A. Rowstron, FAST 2008).
 
-HELD_OUT were made after all parameters of the policy had been chosen, and chose none.
+HELD_OUT were made after most parameters of the policy had been chosen.
 """
 
 from __future__ import annotations
