@@ -1,24 +1,21 @@
-"""Cache commands: what the cache's policy would do with a recorded trace."""
+"""Cache commands: what the cache's policy would do with a recorded trace. torch, which the loaders
+need, is imported when one runs."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hpstore.cli.options import Json
 from hpstore.cli.output import emit_json, table
 from hpstore.errors import ConfigError
-from hpstore.loaders.traces.trace_comparison import (
-    OURS,
-    CapacityRow,
-    capacities_of,
-    compare,
-    policies_named,
-)
-from hpstore.loaders.traces.trace_files import FORMATS, MOST_REQUESTS, RecordedTrace, read_trace
+
+if TYPE_CHECKING:
+    from hpstore.loaders.traces.trace_comparison import CapacityRow
+    from hpstore.loaders.traces.trace_files import RecordedTrace
 
 cache = typer.Typer(no_args_is_help=True, help="The loader's cache: play recorded traces to it.")
 
@@ -38,10 +35,12 @@ def play(
         str, typer.Option("--capacity", help="percent of the different blocks, comma-separated")
     ] = "2,5,10,20,40",
     plot: Annotated[Path | None, typer.Option(help="draw the ratios into this PNG or SVG")] = None,
-    format: Annotated[str, typer.Option(help=f"{', '.join(FORMATS)}")] = "auto",  # noqa: A002
+    format: Annotated[str, typer.Option(help="auto, oracle, msr or csv")] = "auto",  # noqa: A002
     column: Annotated[str, typer.Option(help="of CSV: name or number of the object's column")] = "",
     block_bytes: Annotated[int, typer.Option(help="of MSR: bytes of a block")] = 4096,
-    limit: Annotated[int, typer.Option(help="most requests that are read")] = MOST_REQUESTS,
+    limit: Annotated[
+        int | None, typer.Option(help="most requests that are read (default: 20 million)")
+    ] = None,
     batch: Annotated[int, typer.Option(help="requests that hpstore decides on at a time")] = 16,
     as_json: Json = False,
 ) -> None:
@@ -49,12 +48,21 @@ def play(
 
     hpstore cache simulate trace.oracleGeneral.zst --policies all --plot ratios.png
     """
+    from hpstore.loaders.traces.trace_comparison import capacities_of, compare, policies_named
+    from hpstore.loaders.traces.trace_files import MOST_REQUESTS, read_trace
+
     named = policies_named(policies)
     if batch < 1:
         raise ConfigError(f"batch {batch}: at least 1")
     if plot is not None:
         _need_matplotlib()
-    found = read_trace(trace, format=format, column=column, block_bytes=block_bytes, limit=limit)
+    found = read_trace(
+        trace,
+        format=format,
+        column=column,
+        block_bytes=block_bytes,
+        limit=MOST_REQUESTS if limit is None else limit,
+    )
     rooms = capacities_of(percents, found.blocks)
     rows = list(compare(found.requests, found.blocks, rooms, named, batch=batch))
     if plot is not None:
@@ -108,6 +116,8 @@ def _need_matplotlib() -> None:
 
 def _draw(path: Path, title: str, found: RecordedTrace, rows: list[CapacityRow]) -> None:
     import matplotlib as mpl
+
+    from hpstore.loaders.traces.trace_comparison import OURS
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt

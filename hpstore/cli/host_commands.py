@@ -39,6 +39,7 @@ def serve(
     connections: Annotated[int, typer.Option(help="at once, of all callers")] = 1024,
     handles: Annotated[int, typer.Option(help="files open at once, of all callers")] = 16384,
     memory: Memory = 256 * MIB,
+    as_json: Json = False,
 ) -> None:
     """Serve disks of this host, each as hpd://HOST:PORT/NUMBER, until it is ended.
 
@@ -70,8 +71,9 @@ def serve(
         def began() -> None:
             at, number = service.address
             at = f"[{at}]" if ":" in at else at
-            for index, disk in enumerate(disks):
-                sys.stdout.write(f"hpd://{at}:{number}/{index} is {disk}\n")
+            urls = {f"hpd://{at}:{number}/{index}": disk for index, disk in enumerate(disks)}
+            said = "\n".join(f"{url} is {disk}" for url, disk in urls.items())
+            say(urls, said, as_json=as_json)
             sys.stdout.flush()
 
         run_until_ended(began)

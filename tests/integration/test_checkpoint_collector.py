@@ -53,17 +53,17 @@ def test_nothing_is_collected_in_a_load(
     """The first and the last thing that a load does see the same count."""
     state = {"a": torch.zeros(9), "b": torch.zeros(70_000)}
     seen: list[int] = []
-    usable, manifest = ckpt._usable, ckpt.steps.manifest
+    usable, catalog_of = ckpt._usable, ckpt.steps.catalog_of
 
     def begun(*args: Any) -> Any:
         seen.append(collections())
-        return manifest(*args) if args else usable()
+        return catalog_of(*args) if args else usable()
 
     if load == "restore":
         monkeypatch.setattr(ckpt, "_usable", begun)
         assert ckpt.restore(state) == 1
     else:
-        monkeypatch.setattr(ckpt.steps, "manifest", begun)
+        monkeypatch.setattr(ckpt.steps, "catalog_of", begun)
         ckpt.load(1) if load == "load" else ckpt.read(1).tree()
     after = collections()
     calls = 2 if load == "tree" else 1

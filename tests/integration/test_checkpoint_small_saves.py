@@ -258,7 +258,7 @@ class Recording:
         self.retained: list[int] = []
         monkeypatch.setattr(after_commit, "fence_session", lambda *_: self.session)
         monkeypatch.setattr(after_commit, "note_expiring", lambda *_: None)
-        monkeypatch.setattr(after_commit, "retain", lambda *words, now_ms: self.retain(*words))
+        monkeypatch.setattr(after_commit, "retain", lambda *words, **_: self.retain(*words))
 
     def is_whole(self, step: int) -> bool:
         return True

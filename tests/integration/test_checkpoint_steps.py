@@ -35,6 +35,7 @@ MORE = {
     "rollback",
     "saver",
     "should_save",
+    "tiers",
     "watch",
 }
 

@@ -24,7 +24,7 @@ from hpstore.format.column_header import (
 from hpstore.format.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.format.keys import ColumnName, Kind, NameTags, Version, parse_column_name
 from hpstore.format.pool_key import PoolKey, Use, new_pool_key, parse_pool_key
-from hpstore.format.records import Member, PoolRecord, seal
+from hpstore.format.records import Member, PoolRecord, RegisterPlace, seal
 
 KEY, OTHER, LOST = PoolKey(b"k" * 32), PoolKey(b"o" * 32), PoolKey(b"")
 keys = st.text("abcdé/", min_size=1, max_size=8).filter(lambda key: all(key.split("/")))
@@ -270,6 +270,7 @@ def test_no_field_of_a_membership_can_be_forged(field: str) -> None:
         "members": RECORD.members[:2],
         "evicted": RECORD.members[:1],
         "spread": 1,
+        "registers": RegisterPlace(url="etcd://b:2379", epoch="e" * 16),
     }
     mac = json.loads(RECORD.encode(KEY))["mac"]
     forged = json.loads(replace(RECORD, **{field: values[field]}).encode())  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -20,7 +21,6 @@ from hpstore.errors import CheckpointError, TooFewDevices
 from hpstore.pool.pool import Pool
 from hpstore.trainers.checkpoint_paths import path_of
 from tests.integration.cli_cases import Cli
-from tests.integration.rank_server import Call, rank_server
 
 lightning = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -138,8 +138,10 @@ def run_until_killed(folder: Path) -> None:
 def test_a_killed_fit_resumes_from_a_whole_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """SIGKILL in mid-save: a whole checkpoint is found, and the same losses follow from it."""
     pool.close()
-    server = rank_server(("lightning.pytorch", __name__))
-    assert server.run([Call(run_until_killed, (tmp_path,))], 100.0) == [-signal.SIGKILL]
+    child = multiprocessing.get_context("spawn").Process(target=run_until_killed, args=(tmp_path,))
+    child.start()
+    child.join()
+    assert child.exitcode == -signal.SIGKILL
     torch.manual_seed(5)
     whole, again = Tiny(), Tiny()
     with hpstore.open(tmp_path / "pool.toml") as opened:

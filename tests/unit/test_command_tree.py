@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -235,3 +236,9 @@ def test_wrong_arguments_end_with_2(
         main()
     assert ended.value.code == 2
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    """It takes a second and a half to import: commands that need it import it when they run."""
+    code = "import sys, hpstore.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

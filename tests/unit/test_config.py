@@ -190,7 +190,7 @@ def test_every_single_setting_survives_saving(tmp_path: Path) -> None:
         if isinstance(value, bool):
             other: object = not value
         elif isinstance(value, str):
-            other = "7" if setting.name == "group" else "/run"
+            other = {"group": "7", "tls": "plain"}.get(setting.name, "/run")
         else:
             other = value + type(value)(1)
         config = PoolConfig(

@@ -264,12 +264,16 @@ class _Copy:
             )
 
     def _end(self, *, committed: bool) -> None:
-        beating, self._heartbeat = self._heartbeat, None
-        if not committed and not self._maybe_visible:
-            try:
+        try:
+            if not committed and not self._maybe_visible:
                 self._target.pool.delete_many(self._own, missing_ok=True)
-            except (HpstoreError, OSError) as error:
-                _log.info("what a copy has left goes with the next one: %s", error)
+        except (HpstoreError, OSError) as error:
+            _log.info("what a copy has left goes with the next one: %s", error)
+        finally:
+            self._end_heartbeat(committed=committed)
+
+    def _end_heartbeat(self, *, committed: bool) -> None:
+        beating, self._heartbeat = self._heartbeat, None
         if beating is None:
             return
         if self._maybe_visible and not committed:  # the note protects what may yet be read
