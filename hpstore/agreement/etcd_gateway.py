@@ -257,7 +257,7 @@ def _reason(data: bytes) -> str:
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """An answer that cannot be read is none: what was asked may have been done."""
+    """Treat an answer that cannot be read as no answer: the request may have been carried out."""
     try:
         yield
     except IntegrityError as error:

@@ -201,7 +201,7 @@ class RecordHold:
         if self._thread is not None and not self._taken and not self._over.is_set():
             raise LockTimeout(
                 f"{self._what}: this process was stopped or cut off, and another one has taken its "
-                "hold over. What it did until then is as it is."
+                "hold over. What it did before that stands."
             )
 
     def disown(self) -> None:

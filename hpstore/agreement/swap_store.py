@@ -28,7 +28,7 @@ _PROBE_ROUNDS = 8  # a server that looks and then writes was found by 4 racers i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRecord:
-    """A record as a store has it. `revision`: what a swap compares, "" where there is no record."""
+    """A record as the store holds it. `revision` is what a swap compares; "" means no record."""
 
     data: bytes | None = None
     revision: str = ""

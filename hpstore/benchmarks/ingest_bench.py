@@ -2,7 +2,7 @@
 
 Each repetition writes the same records of 1 KiB and a label with `DatasetWriter.write_batch`, from
 Parquet and from a tar, and reads and ingests a folder of images of 8 KiB; all in one process, in
-turn, each time into a new dataset of one pool. What is read is in the page cache.
+turn, each time into a new dataset of one pool. The sources are read from the page cache.
 """
 
 from __future__ import annotations

@@ -49,9 +49,13 @@ class Steps:
         return [self._catalog, *self._saver.tiers.catalogs]
 
     def _having(self, step: int) -> list[StepCatalog]:
-        """Those that have a step, the further pools first; the first pool where none has it."""
-        pools = {each.pool for each in listed_steps(self._catalogs) if each.step == step}
-        return [self._catalogs[number] for number in sorted(pools or {0}, reverse=True)]
+        """Those that have a step, the further pools first; the first pool where none has it. Raises
+        where a pool cannot be listed: what is done to a step must not leave one of its copies out.
+        """
+        catalogs = self._catalogs
+        if len(catalogs) == 1:
+            return catalogs
+        return [each for each in reversed(catalogs) if step in each.all()] or catalogs[:1]
 
     def catalog_of(self, step: int) -> StepCatalog:
         """Find the nearest pool that has a step; the first one where none has it.

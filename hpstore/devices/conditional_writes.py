@@ -16,7 +16,7 @@ from hpstore.errors import DeviceError
 from hpstore.runtime.threads import WorkerThreads
 
 _log = logging.getLogger(__name__)
-_RACERS = 4
+_RACERS, _ROUNDS = 8, 8  # a store that looks and then writes lets two win in some rounds alone
 
 
 class ConditionalWrites:
@@ -48,7 +48,7 @@ class ConditionalWrites:
 def enforces_conditions(client: StoreClient, directory: str) -> bool:
     """Try it on names of its own, which are removed. Raises DeviceErrors."""
     path = f"{directory}/conditions-{secrets.token_hex(8)}"
-    race = f"{path}-race"
+    races = [f"{path}-race-{number}" for number in range(_ROUNDS)]
     try:
         first = client.put(path, b"1", only="")
         if not first or _takes(client, path, ""):
@@ -57,14 +57,18 @@ def enforces_conditions(client: StoreClient, directory: str) -> bool:
         if second == first or _takes(client, path, first):
             return False
         with WorkerThreads(_RACERS, "hpstore-conditions") as threads:
-            wins = list(threads.map(lambda _: _takes(client, race, ""), range(_RACERS)))
-        return sum(wins) == 1
+            return all(_winners(client, threads, race) == 1 for race in races)
     except StoreChanged:  # a condition that holds was refused
         return False
     finally:
-        for name in (path, race):
+        for name in (path, *races):
             with suppress(DeviceError):
                 client.delete(name)
+
+
+def _winners(client: StoreClient, threads: WorkerThreads, path: str) -> int:
+    """How many of those that make one name at once succeed."""
+    return sum(threads.map(lambda _: _takes(client, path, ""), range(_RACERS)))
 
 
 def _takes(client: StoreClient, path: str, only: str) -> bool:

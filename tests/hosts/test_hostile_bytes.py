@@ -270,7 +270,7 @@ def answers(service: HostService) -> bool:
 
 def until(true: Callable[[], bool]) -> bool:
     """Wait for what another thread makes true."""
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while not true() and time.monotonic() < limit:
         time.sleep(0.01)
     return true()

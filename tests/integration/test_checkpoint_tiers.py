@@ -390,6 +390,22 @@ def test_protection_and_deletion_reach_all_that_have_a_step(pool: Pool, cold: Po
         assert (ckpt.steps(), steps_in(cold)) == ([], [])
 
 
+def test_a_step_is_not_deleted_in_some_of_its_pools_alone(
+    pool: Pool, cold: Pool, tmp_path: Path
+) -> None:
+    """While a tier is away: the step would come back with it."""
+    with checkpointer(pool, tiers=[Tier(pool=cold)]) as ckpt:
+        save_all(ckpt, 1)
+        for number in range(4):
+            shutil.rmtree(tmp_path / f"cold{number}")
+        with pytest.raises(TooFewDevices):
+            ckpt.delete(1)
+        with pytest.raises(TooFewDevices):
+            ckpt.steps.protect(1, "best")
+        assert steps_in(pool) == [1]
+        assert StepCatalog(pool, RUN).protected() == {}
+
+
 def test_a_copy_can_be_stopped(pool: Pool, cold: Pool) -> None:
     with checkpointer(pool) as ckpt:
         save(ckpt, 1)

@@ -62,7 +62,7 @@ def _lead(steps: StepCatalog, saver: Saver, step: int, grace_ms: int, force: boo
     """What rank 0 does."""
     saver.tiers.bring(step)
     may_hide(steps, step, force=force)  # before another process loses its fence for nothing
-    saver.tiers.go_back(step, force=force)  # first: what is left there would be restored
+    saver.tiers.go_back(step, force=force)  # first: a later step left in a tier would be restored
     session = saver.go_back()
     done = hide_later(
         steps,
