@@ -162,17 +162,13 @@ class RunRegisters:
 
     def _settle(self, directory: Path, machine: str, boot: str) -> Place:
         """Name this directory on the devices, and look what came of it."""
-        token = self._token_in(directory) or secrets.token_hex(16)
-        body = {
-            "format": FORMAT,
-            "token": token,
-            "machine": machine,
-            "boot": boot,
-            "directory": str(directory),
-        }
-        data = seal(body)
+        body: dict[str, object] = {"machine": machine, "boot": boot, "directory": str(directory)}
         with file_lock(directory, "token.lock", self._store.clock, 5.0, "registers"):
-            if not self._token_in(directory):
+            # under the lock: of several that begin at once all must name the token of the first
+            before = self._token_in(directory)
+            token = before or secrets.token_hex(16)
+            data = seal({"format": FORMAT, "token": token, **body})
+            if not before:
                 write_atomically(directory / TOKEN_FILE, data.decode())
             self._store.each(
                 self._store.view.devices, lambda _, device: device.write_small(TOKEN_FILE, data)

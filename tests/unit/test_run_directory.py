@@ -6,6 +6,7 @@ import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from hpstore.devices import RemoteDevice
 from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError, LockTimeout, RegistersForeign, VersionConflict
 from hpstore.format.records import unseal
+from hpstore.membership import run_registers
 from hpstore.membership.agent_observations import STATUS_FILE, read_status
 from hpstore.membership.members import create_members
 from hpstore.membership.run_registers import TOKEN_FILE
@@ -65,6 +67,26 @@ def test_processes_with_one_run_directory_exclude_each_other_on_stores_rule_15(
             b.admin.registers.hold(REPAIR, "second", deadline_seconds=0.0),
         ):
             pass
+
+
+def test_of_two_that_begin_at_once_neither_locks_the_other_out_rule_15(
+    stores: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One names the directory after the other has seen that nobody has. It was named by a token
+    that lay nowhere, and every conditional put was refused from then on."""
+    lock = run_registers.file_lock
+    with Pool(stores) as a, Pool(stores) as b:
+
+        def overtaken(directory: Path, name: str, *words: Any) -> Any:
+            if name == "token.lock":
+                monkeypatch.setattr(run_registers, "file_lock", lock)
+                b.put("b", b"1", if_absent=True)
+            return lock(directory, name, *words)
+
+        monkeypatch.setattr(run_registers, "file_lock", overtaken)
+        a.put("a", b"1", if_absent=True)
+        assert run_registers.file_lock is lock
+        b.put("b", b"2", if_version=b.stat("b").version)
 
 
 def test_another_run_directory_is_refused_on_stores_with_the_setting_to_change_rule_15(
