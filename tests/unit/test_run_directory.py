@@ -17,6 +17,7 @@ from hpstore.devices import RemoteDevice
 from hpstore.devices.opener import device_opener
 from hpstore.errors import ConfigError, LockTimeout, RegistersForeign, VersionConflict
 from hpstore.format.records import unseal
+from hpstore.locks import file_lock
 from hpstore.membership import run_registers
 from hpstore.membership.agent_observations import STATUS_FILE, read_status
 from hpstore.membership.members import create_members
@@ -74,18 +75,19 @@ def test_of_two_that_begin_at_once_neither_locks_the_other_out_rule_15(
 ) -> None:
     """One names the directory after the other has seen that nobody has. It was named by a token
     that lay nowhere, and every conditional put was refused from then on."""
-    lock = run_registers.file_lock
+    lock, overtakes = file_lock, []
     with Pool(stores) as a, Pool(stores) as b:
 
         def overtaken(directory: Path, name: str, *words: Any) -> Any:
             if name == "token.lock":
                 monkeypatch.setattr(run_registers, "file_lock", lock)
+                overtakes.append(name)
                 b.put("b", b"1", if_absent=True)
             return lock(directory, name, *words)
 
         monkeypatch.setattr(run_registers, "file_lock", overtaken)
         a.put("a", b"1", if_absent=True)
-        assert run_registers.file_lock is lock
+        assert overtakes == ["token.lock"]
         b.put("b", b"2", if_version=b.stat("b").version)
 
 
