@@ -6,24 +6,21 @@ etcd (etcd_gateway.py) and an object store with conditional writes (s3_records.p
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from hpstore.agreement.registers import Register
-from hpstore.errors import ConfigError, RegistersUnavailable
+from hpstore.errors import ConfigError
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing, whole
-from hpstore.runtime.threads import WorkerThreads
+from hpstore.runtime.swap_probe import find_lapse
 
 VALUE_BYTES_LIMIT = 1 << 20  # of a record in a store; etcd takes requests of 1.5 MiB
 STORED_BYTES_LIMIT = 2 * VALUE_BYTES_LIMIT  # of its envelope, in base64
 NONCES_KEPT = 8
 _NONCE_BYTES = 8
-_PROBE_RACERS = 8
-_PROBE_ROUNDS = 8  # a server that looks and then writes was found by 4 racers in 1 round of 17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,53 +144,34 @@ def new_nonce() -> str:
 
 
 def probe_swaps(store: SwapStore, limit_seconds: float) -> None:
-    """Race swaps of a record of its own, to see that the store compares before it writes.
+    """Race swaps of records of its own, to see that the store compares before it writes.
 
     Of several creates at once one must win, of several swaps of one revision, too, and a swap of a
     revision that is gone must fail. Raises ConfigError where one of these does not hold,
     RegistersUnavailable where the store does not answer.
     """
-    name = f"probe-{new_nonce()}"
-    try:
-        for number in range(_PROBE_ROUNDS):
-            stale = _race(store, f"{name}-{number}", "", limit_seconds, "creates")
-            _race(store, f"{name}-{number}", stale, limit_seconds, "swaps of one revision")
-            if store.swap(f"{name}-{number}", b"stale", stale, limit_seconds):
-                raise _not_enforced("a swap of a revision that was gone was taken")
-            if store.swap(f"{name}-{number}", b"again", "", limit_seconds):
-                raise _not_enforced("a record that was there was created")
-    finally:
-        for number in range(_PROBE_ROUNDS):
-            store.remove(f"{name}-{number}", limit_seconds)
-
-
-def _race(store: SwapStore, name: str, revision: str, limit_seconds: float, what: str) -> str:
-    """Several swaps at once; the revision that the winner has made."""
-    bodies = [new_nonce().encode() for _ in range(_PROBE_RACERS)]  # equal ones have one ETag
-
-    def swap(number: int) -> Callable[[], bool]:
-        return lambda: store.swap(name, bodies[number], revision, limit_seconds)
-
-    with WorkerThreads(_PROBE_RACERS, "hpstore-probe") as threads:
-        calls = [threads.submit(swap(number)) for number in range(_PROBE_RACERS)]
-        concurrent.futures.wait(calls)
-    unanswered = [call.exception() for call in calls if call.exception() is not None]
-    winners = [n for n, call in enumerate(calls) if call.exception() is None and call.result()]
-    found = store.read(name, limit_seconds)
-    if len(winners) > 1:
-        raise _not_enforced(f"{len(winners)} of {_PROBE_RACERS} {what} were taken")
-    if not winners:
-        raise RegistersUnavailable(
-            f"none of {_PROBE_RACERS} {what} was answered: {unanswered[:1]}. Nothing was changed; "
-            "try again."
+    lapse = find_lapse(_Trial(store, limit_seconds), f"probe-{new_nonce()}")
+    if lapse:
+        raise ConfigError(
+            f"this store does not enforce conditional writes: {lapse}. Two processes would both "
+            "be told that their put was the first. Nothing was changed. Use etcd, or a store that "
+            "does."
         )
-    if found.data != bodies[winners[0]]:
-        raise _not_enforced(f"what was read after {what} is not what was written")
-    return found.revision
 
 
-def _not_enforced(reason: str) -> ConfigError:
-    return ConfigError(
-        f"this store does not enforce conditional writes: {reason}. Two processes would both be "
-        "told that their put was the first. Nothing was changed. Use etcd, or a store that does."
-    )
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A SwapTrial: each call within the limit."""
+
+    store: SwapStore
+    limit_seconds: float
+
+    def read(self, name: str) -> tuple[bytes | None, str]:
+        found = self.store.read(name, self.limit_seconds)
+        return found.data, found.revision
+
+    def swap(self, name: str, data: bytes, revision: str) -> bool:
+        return self.store.swap(name, data, revision, self.limit_seconds)
+
+    def remove(self, name: str) -> None:
+        self.store.remove(name, self.limit_seconds)

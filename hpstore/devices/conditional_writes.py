@@ -1,7 +1,6 @@
 """Does a store enforce conditions of writes? Some take If-None-Match and If-Match, and ignore them.
 
-So it is tried: a name that is there must not be made again, an etag that is over must not match,
-and of several that make one name at once one must succeed.
+So it is tried, as it is for registers (runtime/swap_probe.py).
 """
 
 from __future__ import annotations
@@ -10,13 +9,16 @@ import logging
 import secrets
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
 
 from hpstore.devices.store_client import StoreChanged, StoreClient
 from hpstore.errors import DeviceError
-from hpstore.runtime.threads import WorkerThreads
+from hpstore.runtime.swap_probe import find_lapse
 
 _log = logging.getLogger(__name__)
-_RACERS, _ROUNDS = 8, 8  # a store that looks and then writes lets two win in some rounds alone
+_TRIAL_BYTES = 64
 
 
 class ConditionalWrites:
@@ -35,45 +37,40 @@ class ConditionalWrites:
         if self._enforced is None:
             with self._lock:
                 if self._enforced is None:
-                    self._enforced = enforces_conditions(self._client, self._directory)
-                    if not self._enforced:
+                    name = f"{self._directory}/conditions-{secrets.token_hex(8)}"
+                    lapse = find_lapse(_Trial(self._client), name)
+                    self._enforced = not lapse
+                    if lapse:
                         _log.warning(
-                            "device %s: its store ignores conditions of writes; two processes that "
-                            "raise a counter at once may leave the lower one",
+                            "device %s: its store ignores conditions of writes (%s); two processes "
+                            "that raise a counter at once may leave the lower one",
                             self._client.url,
+                            lapse,
                         )
         return self._enforced
 
 
-def enforces_conditions(client: StoreClient, directory: str) -> bool:
-    """Try it on names of its own, which are removed. Raises DeviceErrors."""
-    path = f"{directory}/conditions-{secrets.token_hex(8)}"
-    races = [f"{path}-race-{number}" for number in range(_ROUNDS)]
-    try:
-        first = client.put(path, b"1", only="")
-        if not first or _takes(client, path, ""):
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """A SwapTrial: etags are revisions."""
+
+    client: StoreClient
+
+    def read(self, name: str) -> tuple[bytes | None, str]:
+        target = np.empty(_TRIAL_BYTES, np.uint8)
+        try:
+            found, count = self.client.read_into(name, 0, target, short=True)
+        except FileNotFoundError:
+            return None, ""
+        return target[:count].tobytes(), found.etag
+
+    def swap(self, name: str, data: bytes, revision: str) -> bool:
+        try:
+            self.client.put(name, data, only=revision)
+        except StoreChanged:
             return False
-        second = client.put(path, b"2", only=first)
-        if second == first or _takes(client, path, first):
-            return False
-        with WorkerThreads(_RACERS, "hpstore-conditions") as threads:
-            return all(_winners(client, threads, race) == 1 for race in races)
-    except StoreChanged:  # a condition that holds was refused
-        return False
-    finally:
-        for name in (path, *races):
-            with suppress(DeviceError):
-                client.delete(name)
+        return True
 
-
-def _winners(client: StoreClient, threads: WorkerThreads, path: str) -> int:
-    """How many of those that make one name at once succeed."""
-    return sum(threads.map(lambda _: _takes(client, path, ""), range(_RACERS)))
-
-
-def _takes(client: StoreClient, path: str, only: str) -> bool:
-    try:
-        client.put(path, secrets.token_bytes(16), only=only)
-    except StoreChanged:
-        return False
-    return True
+    def remove(self, name: str) -> None:
+        with suppress(DeviceError):  # what is left is never read
+            self.client.delete(name)
