@@ -17,15 +17,7 @@ from contextlib import suppress
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import (
-    QUARANTINE,
-    TMP,
-    DirectoryEntry,
-    Hold,
-    Stamp,
-    Usage,
-    raise_device_error,
-)
+from hpstore.devices.base import QUARANTINE, TMP, DirectoryEntry, Stamp, raise_device_error
 from hpstore.devices.conditional_writes import ConditionalWrites
 from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
@@ -37,6 +29,7 @@ from hpstore.devices.horizon_guard import (
 )
 from hpstore.devices.multipart_sweep import sweep_uploads
 from hpstore.devices.store_client import StoreChanged, StoreClient, StoredFile
+from hpstore.devices.store_device import StoreDevice
 from hpstore.devices.store_errors import BeyondEnd
 from hpstore.devices.store_quota import StoreQuota
 from hpstore.errors import DeviceError, DeviceFull
@@ -49,14 +42,13 @@ _PAGE_BYTES = 4 * KIB  # a column's header
 _RAISES_MOST = 64
 
 
-class ObjectStoreDevice:
+class ObjectStoreDevice(StoreDevice):
     """Files of a device under a prefix of one bucket."""
 
     driver = "obstore"
 
     def __init__(self, client: StoreClient, prefix: str, *, capacity_bytes: int = 0) -> None:
-        self.client, self.url, self.mode = client, client.url, "remote"
-        self.folds_names, self.memory_alignment = False, 1
+        self.client, self.url = client, client.url
         self._base = f"{prefix}/" if prefix else ""
         self.quota = StoreQuota(self.url, capacity_bytes, self._sizes)
         self._counts = capacity_bytes > 0
@@ -100,16 +92,10 @@ class ObjectStoreDevice:
 
     def write_small(self, path: str, data: bytes) -> None:
         self.client.put(self._path(path), data)
-
-    def takes_records(self) -> bool:
-        """Taken for granted: a store does not say what it has left."""
-        return True
+        self.quota.changed(len(data))
 
     def entries(self, path: str) -> list[DirectoryEntry]:
         return self.client.entries(self._path(path))
-
-    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
-        return [self.entries(paths[0])]
 
     def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
         try:
@@ -156,42 +142,14 @@ class ObjectStoreDevice:
         if found is not None:
             self.quota.changed(-found.size_bytes)
 
-    def create_spare(self, size_bytes: int) -> None:
-        """Nothing is overwritten in a store."""
-
-    def retire(self, path: str) -> None:
-        self.delete(path)
-
     def quarantine(self, path: str) -> None:
         name = path.rsplit("/", 1)[-1]
         place = self._path(f"{QUARANTINE}/{secrets.token_hex(4)}-{name}")
         self.client.copy(self._path(path), place)
         self.client.delete(self._path(path))
 
-    def sync_directory(self, path: str) -> None:
-        """Nothing to do: a PUT that was answered is durable."""
-
-    def sync_removals(self) -> None:
-        """Nothing to do: a removal that was answered is durable."""
-
     def sweep(self) -> int:
         return sweep_uploads(self.client, self._base)
-
-    def usage(self) -> Usage:
-        return self.quota.usage()
-
-    def hold(self, offset: int, nbytes: int) -> Hold:
-        raise DeviceError(f"device {self.url} is a store: it has no locks", device=self.url)
-
-    def probe(self, *, write: bool) -> None:
-        if not write:
-            self.entries("objects")
-            return
-        data, path = secrets.token_bytes(64), f"{TMP}/probe-{secrets.token_hex(6)}"
-        self.write_small(path, data)
-        if self.read_small(path, 4096) != data:
-            raise DeviceError(f"device {self.url} returns other bytes than were written")
-        self.client.delete(self._path(path))
 
     def close(self) -> None:
         """The client owns its connections."""

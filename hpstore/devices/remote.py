@@ -13,7 +13,7 @@ import fsspec
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import QUARANTINE, DirectoryEntry, Hold, Stamp, Usage, raise_device_error
+from hpstore.devices.base import QUARANTINE, DirectoryEntry, Stamp, raise_device_error
 from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
@@ -22,6 +22,7 @@ from hpstore.devices.horizon_guard import (
     encode_counter,
     risen,
 )
+from hpstore.devices.store_device import StoreDevice
 from hpstore.devices.store_quota import StoreQuota
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.format.device_urls import without_secrets, without_secrets_of
@@ -33,7 +34,7 @@ _COPY_BYTES = 8 * MIB
 _PUT_TRIES = 16
 
 
-class RemoteDevice:
+class RemoteDevice(StoreDevice):
     """Objects of a store behind fsspec.
 
     A PUT is taken as durable and visible when the store has answered it. Listing caches are off.
@@ -51,8 +52,7 @@ class RemoteDevice:
         """`opened_as`: the URL for fsspec where `url` is one of a named store; `options`: for the
         filesystem, shown nowhere; `capacity_bytes`: its quota, 0 where that is not known."""
         shown = without_secrets(url)
-        self.url, self.mode, self.folds_names = shown, "remote", False
-        self.memory_alignment = 1
+        self.url = shown
         # Any: fsspec is untyped
         self._fs: Any
         try:
@@ -71,7 +71,7 @@ class RemoteDevice:
         self._base = root.rstrip("/")
         self.driver = f"fsspec {type(self._fs).__name__}"
         self._counts = capacity_bytes > 0
-        self._quota = StoreQuota(shown, capacity_bytes, self._sizes)
+        self.quota = StoreQuota(shown, capacity_bytes, self._sizes)
 
     def _sizes(self) -> Iterator[int]:
         return (int(row["size"]) for row in self._fs.find(self._base, detail=True).values())
@@ -89,7 +89,7 @@ class RemoteDevice:
             try:
                 self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
                 self._put_once(path, source)
-                self._quota.changed(source.seek(0, io.SEEK_END))
+                self.quota.changed(source.seek(0, io.SEEK_END))
             except (FileNotFoundError, FileExistsError) as error:  # a pruner is at the directory
                 if attempt == _PUT_TRIES - 1:
                     raise DeviceMissing(
@@ -140,10 +140,6 @@ class RemoteDevice:
             spool.seek(0)
             self.put_stream(path, spool)
 
-    def takes_records(self) -> bool:
-        """Taken for granted: a store does not say what it has left."""
-        return True
-
     def entries(self, path: str) -> list[DirectoryEntry]:
         try:
             rows = self._fs.ls(self._path(path), detail=True, refresh=True)
@@ -154,9 +150,6 @@ class RemoteDevice:
         except OSError as error:
             raise_device_error(error, self.url, "list")
         return self._entries(path, rows)
-
-    def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
-        return [self.entries(paths[0])]
 
     def _list_plain(self, path: str) -> list[DirectoryEntry]:
         try:
@@ -210,17 +203,11 @@ class RemoteDevice:
         try:
             held = self._fs.info(self._path(path))["size"] if self._counts else 0
             self._fs.rm_file(self._path(path))
-            self._quota.changed(-int(held))
+            self.quota.changed(-int(held))
         except FileNotFoundError:
             return
         except OSError as error:
             raise_device_error(error, self.url, "delete")
-
-    def create_spare(self, size_bytes: int) -> None:
-        """Nothing is overwritten in a store."""
-
-    def retire(self, path: str) -> None:
-        self.delete(path)
 
     def quarantine(self, path: str) -> None:
         handle = self.open(path)
@@ -233,30 +220,8 @@ class RemoteDevice:
             self.put_stream(f"{QUARANTINE}/{secrets.token_hex(4)}-{name}", spool)
         self.delete(path)
 
-    def sync_directory(self, path: str) -> None:
-        """Nothing to do: a PUT that was answered is durable."""
-
-    def sync_removals(self) -> None:
-        """Nothing to do: a removal that was answered is durable."""
-
     def sweep(self) -> int:
         return 0
-
-    def usage(self) -> Usage:
-        return self._quota.usage()
-
-    def hold(self, offset: int, nbytes: int) -> Hold:
-        raise DeviceError(f"device {self.url} is a store: it has no locks", device=self.url)
-
-    def probe(self, *, write: bool) -> None:
-        if not write:
-            self.entries("objects")
-            return
-        data, path = secrets.token_bytes(64), f"tmp/probe-{secrets.token_hex(6)}"
-        self.write_small(path, data)
-        if self.read_small(path, 4096) != data:
-            raise DeviceError(f"device {self.url} returns other bytes than were written")
-        self.delete(path)
 
     def close(self) -> None:
         """fsspec owns its connections."""
