@@ -76,14 +76,14 @@ def agent_sight(found: Mapping[str, object] | None, pool_id: str, now_ms: int) -
     Any part may be missing: an agent of another version writes it."""
     if found is None or found.get("pool_id", pool_id) != pool_id:
         return None
-    rows = [row for row in _list(found.get("devices")) if isinstance(row, Mapping)]
+    rows = [row for row in items(found, "devices") if isinstance(row, Mapping)]
     job = found.get("job")
     return AgentSight(
         age_seconds=max(0.0, (now_ms - number(found, "at_ms")) / 1000),
         dry_run=found.get("dry_run") is True,
         work=_work(job) if isinstance(job, Mapping) else "",
         devices={str(row.get("device")): row for row in rows},
-        warnings=tuple(str(text) for text in _list(found.get("warnings"))),
+        warnings=tuple(str(text) for text in items(found, "warnings")),
     )
 
 
@@ -93,7 +93,9 @@ def _work(job: Mapping[str, object]) -> str:
     return f"{_WORK.get(kind, kind)}{share}"
 
 
-def _list(found: object) -> Sequence[object]:
+def items(row: Mapping[str, object], name: str) -> Sequence[object]:
+    """A list of a row, empty where there is none."""
+    found = row.get(name)
     return found if isinstance(found, list | tuple) else ()
 
 

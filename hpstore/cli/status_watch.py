@@ -20,7 +20,7 @@ from rich.text import Text
 
 import hpstore
 from hpstore.agent.agent_status import LOOKING_AGAIN
-from hpstore.cli.pool_verdict import verdict_of
+from hpstore.cli.pool_verdict import items, number, verdict_of
 from hpstore.cli.status_report import shared_directory, show_status
 from hpstore.membership.agent_observations import read_status
 from hpstore.pool.pool import Pool
@@ -111,7 +111,7 @@ def agent_view(status: Row) -> RenderableType:
         *([Text(f"devices are in {above}")] if above else []),
         _devices(status, above),
     ]
-    parts += [Text(f"! {text}", "red") for text in _list(status, "warnings")]
+    parts += [Text(f"! {text}", "red") for text in items(status, "warnings")]
     found = status.get("condition")
     if isinstance(found, Mapping):
         parts.append(
@@ -128,13 +128,13 @@ def agent_view(status: Row) -> RenderableType:
         parts += [Text(f"put off: {count} objects: {why}") for why, count in put_off.items()]
     job = status.get("job")
     if isinstance(job, Mapping):
-        done, total = _number(job, "done"), _number(job, "total")
+        done, total = number(job, "done"), number(job, "total")
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=total or 1.0, completed=done, width=60))
         parts += [
             Text(
                 f"{job.get('kind')}: {job.get('reason')}; {done:.0f} of {total:.0f} objects, "
-                f"{format_bytes(_number(job, 'bytes_per_second'))}/s"
+                f"{format_bytes(number(job, 'bytes_per_second'))}/s"
             ),
             bar,
         ]
@@ -145,7 +145,7 @@ def agent_view(status: Row) -> RenderableType:
 
 def _decided(said: Row, urls: Mapping[str, str]) -> str:
     """When, where, what, by whom, why."""
-    at = datetime.fromtimestamp(_number(said, "at_seconds"), UTC).strftime("%H:%M:%S")
+    at = datetime.fromtimestamp(number(said, "at_seconds"), UTC).strftime("%H:%M:%S")
     where = urls.get(str(said.get("device")), str(said.get("device")))
     change = f"{said.get('was')} -> {said.get('becomes')}"
     if said.get("was") == said.get("becomes"):
@@ -159,8 +159,8 @@ def _devices(status: Row, above: str) -> Table:
         rows.add_column(name, no_wrap=True)
     rows.add_column("why", overflow="fold")
     for device in _rows(status, "devices"):
-        probes = [float(v) for v in _list(device, "probe_seconds") if isinstance(v, int | float)]
-        total, free = _number(device, "total_bytes"), _number(device, "free_bytes")
+        probes = [float(v) for v in items(device, "probe_seconds") if isinstance(v, int | float)]
+        total, free = number(device, "total_bytes"), number(device, "free_bytes")
         state = str(device.get("state"))
         rows.add_row(
             str(device.get("url")).removeprefix(above),
@@ -190,15 +190,5 @@ def bars(values: list[float]) -> str:
     return "".join(_BARS[min(len(_BARS) - 1, int(v / top * len(_BARS)))] for v in shown)
 
 
-def _list(row: Row, name: str) -> list[object]:
-    found = row.get(name)
-    return list(found) if isinstance(found, list | tuple) else []
-
-
 def _rows(row: Row, name: str) -> list[Row]:
-    return [entry for entry in _list(row, name) if isinstance(entry, Mapping)]
-
-
-def _number(row: Row, name: str) -> float:
-    found = row.get(name)
-    return float(found) if isinstance(found, int | float) else 0.0
+    return [entry for entry in items(row, name) if isinstance(entry, Mapping)]

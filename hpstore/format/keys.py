@@ -251,3 +251,8 @@ _PLAIN = re.compile(rf"[0-9a-z_-][0-9a-z._-]{{0,{MAX_NAME_BYTES - 1}}}")
 def object_directory(key: str, *, folding: bool = False) -> str:
     """Directory of a key, relative to the device root."""
     return "/".join([OBJECTS, *(escape(part, folding=folding) for part in key.split("/"))])
+
+
+def column_path(key: str, name: ColumnName, *, folding: bool = False) -> str:
+    """File of an object, relative to the device root."""
+    return f"{object_directory(key, folding=folding)}/{name}"

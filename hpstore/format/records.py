@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from hpstore.format.geometry import check_unit_bytes, check_width
 from hpstore.format.keys import Version, check_key
 from hpstore.format.placement import lost_columns
 from hpstore.format.pool_key import PoolKey, Use
-from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.format.untrusted_bytes import MALFORMED, brief, finite, no_constant
 
 FORMAT = 1
 SPREAD_FORMAT = 2  # a pool record with a spread, which an older hpstore would not keep to
@@ -55,7 +54,7 @@ def seal(body: Json) -> bytes:
         digest = digest128(text.encode()).hex()
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 40) : error.end + 10]
-        raise ConfigError(f"{near!r} is no text that can be recorded: {error.reason}") from error
+        raise ConfigError(f"{near!r} cannot be recorded as text: {error.reason}") from error
     return json.dumps(
         {**body, "digest": digest}, sort_keys=True, ensure_ascii=False, indent=1
     ).encode()
@@ -68,8 +67,8 @@ def unseal(data: bytes, *, where: str, newest: int = FORMAT, users: bool = False
     """
     numbers: dict[str, Callable[[str], object]] = {
         "parse_int": _whole,
-        "parse_float": _finite,
-        "parse_constant": _no_constant,
+        "parse_float": finite,
+        "parse_constant": no_constant,
     }
     try:
         body = json.loads(data, **({} if users else numbers))  # type: ignore[arg-type]
@@ -98,17 +97,6 @@ def _whole(text: str) -> int:
     return number
 
 
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:24]} is no finite number")
-    return number
-
-
-def _no_constant(text: str) -> object:
-    raise ValueError(f"{text} is no finite number")
-
-
 class DeviceState(StrEnum):
     """What the pool has decided about a device."""
 
@@ -125,7 +113,7 @@ def _id(text: object) -> str:
     """An id of a pool or a device: part of paths on this host, so it holds nothing else. Raises
     ValueError."""
     if not _ID.fullmatch(str(text)):
-        raise ValueError(f"{str(text)[:80]!r} is no id")
+        raise ValueError(f"{str(text)[:80]!r} is not an id")
     return str(text)
 
 
@@ -202,10 +190,10 @@ class RegisterPlace:
         if body is None:
             return None
         if not isinstance(body, dict) or len(url := str(body["url"])) > 2048:
-            raise ValueError("registers are no place")
+            raise ValueError("registers are not a place")
         epoch = str(body["epoch"])
         if not re.fullmatch(r"[0-9a-f]{16}", epoch):
-            raise ValueError(f"{epoch[:40]!r} is no epoch of registers")
+            raise ValueError(f"{epoch[:40]!r} is not an epoch of registers")
         return cls(url=url, epoch=epoch)
 
 

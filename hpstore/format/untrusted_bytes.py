@@ -8,9 +8,11 @@ caught here: a parser that asks for too much is wrong, whatever the bytes were.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NoReturn
 
 from hpstore.errors import FormatTooNew, IntegrityError
 
@@ -65,3 +67,16 @@ def whole(value: object, name: str, *, least: int = 0, most: int = MOST) -> int:
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{name} is {str(value)[:40]!r}, not a whole number of {least} to {most}")
     return value
+
+
+def finite(text: str) -> float:
+    """A number of JSON, for `parse_float`: text like 1e999 has no float. Raises ValueError."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:24]} is not a finite number")
+    return number
+
+
+def no_constant(text: str) -> NoReturn:
+    """For `parse_constant`: NaN and Infinity are not JSON. Raises ValueError."""
+    raise ValueError(f"{text} is not a finite number")

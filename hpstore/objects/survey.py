@@ -12,7 +12,14 @@ from typing import NamedTuple
 from hpstore.devices.base import DEBTS, Device, Usage
 from hpstore.errors import HpstoreError
 from hpstore.format.geometry import Code, Geometry
-from hpstore.format.keys import ColumnName, Kind, Version, object_directory, parse_column_name
+from hpstore.format.keys import (
+    ColumnName,
+    Kind,
+    Version,
+    column_path,
+    object_directory,
+    parse_column_name,
+)
 from hpstore.format.records import Debt, DeviceState
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.tombstones import is_blank
@@ -424,7 +431,7 @@ def list_object(device_id: str, device: Device, key: str) -> list[ColumnFile]:
 
 def path_on(device: Device, key: str, name: ColumnName) -> str:
     """Where a file of an object is on a device."""
-    return f"{object_directory(key, folding=device.folds_names)}/{name}"
+    return column_path(key, name, folding=device.folds_names)
 
 
 def empty_geometry(parity: int) -> Geometry:

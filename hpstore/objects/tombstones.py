@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpstore.devices.base import Device
 from hpstore.errors import IntegrityError
 from hpstore.format.column_header import HEADER_BYTES, decode_header
-from hpstore.format.keys import ColumnName, object_directory
+from hpstore.format.keys import ColumnName, column_path
 from hpstore.format.pool_key import PoolKey
 from hpstore.runtime.buffers import aligned_array
 
@@ -20,18 +20,14 @@ def is_blank(
     except FileNotFoundError:
         return False
     except IntegrityError:  # recycling renames before it blanks
-        return device.stamp(_path(device, key, name)) is not None
+        return device.stamp(column_path(key, name, folding=device.folds_names)) is not None
     return False
-
-
-def _path(device: Device, key: str, name: ColumnName) -> str:
-    return f"{object_directory(key, folding=device.folds_names)}/{name}"
 
 
 def _read(
     device: Device, key: str, name: ColumnName, pool_id: str, pool_key: PoolKey | None
 ) -> None:
-    path = _path(device, key, name)
+    path = column_path(key, name, folding=device.folds_names)
     where = f"{path} on {device.url}"
     handle = device.open(path)
     try:

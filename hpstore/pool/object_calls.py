@@ -14,7 +14,7 @@ from hpstore.maintenance.rebuild import RateLimit
 from hpstore.membership.members import check_unit
 from hpstore.objects.object_info import ObjectInfo, object_info
 from hpstore.objects.read.object_reader import ObjectReader
-from hpstore.objects.read.pooled_reader import PooledReader, writable_bytes
+from hpstore.objects.read.pooled_reader import PooledReader, read_up_to_end, writable_bytes
 from hpstore.objects.versions import parse_token
 from hpstore.objects.write.conditional_put import put_if
 from hpstore.objects.write.put import put_object
@@ -118,10 +118,7 @@ def read_buffer(
     def read(reader: ObjectReader) -> int:
         if offset < 0:
             raise ValueError(f"offset {offset} is negative")
-        count = max(0, min(len(target), reader.header.geometry.size - offset))
-        if count:
-            reader.read_into(offset, target[:count])
-        return count
+        return read_up_to_end(reader, offset, target)
 
     return _read(session, key, read, version)
 

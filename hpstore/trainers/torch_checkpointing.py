@@ -16,6 +16,7 @@ import numpy as np
 from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.errors import InvalidKey, ObjectNotFound
 from hpstore.format.keys import check_key
+from hpstore.interop.filesystem.file_streams import WholeOrNothing
 from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
@@ -347,7 +348,7 @@ def occupied(source: Path, target: Path, number: int) -> OSError:
     )
 
 
-class PoolWriteFile(io.BytesIO):
+class PoolWriteFile(WholeOrNothing, io.BytesIO):
     """A file on its way to the pool; close() puts it."""
 
     def __init__(self, storage: PoolStorage, path: Path) -> None:
@@ -367,12 +368,6 @@ class PoolWriteFile(io.BytesIO):
     def discard(self) -> None:
         """Close without putting."""
         super().close()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
     def __del__(self) -> None:
         self.discard()  # never closed: what is there may be half a file

@@ -163,7 +163,7 @@ def test_a_malformed_membership_is_damage(change: dict[str, object]) -> None:
 def test_an_identity_that_would_be_a_path_is_damage(name: str, text: object) -> None:
     """t2_poolid: ids are parts of paths on this host; locks and states went wherever one led."""
     body = unseal(IDENTITY.encode(), where="x")
-    with pytest.raises(IntegrityError, match="is no id"):
+    with pytest.raises(IntegrityError, match="is not an id"):
         Identity.decode(seal({**body, name: text}), where="x")
 
 

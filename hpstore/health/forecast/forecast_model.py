@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from hpstore.errors import ForecastError, FormatTooNew
+from hpstore.format.untrusted_bytes import finite, no_constant
 from hpstore.health.forecast.calibration import Calibration, calibration_from_dict
 from hpstore.health.forecast.drive_histories import DriveHistory, FloatArray
 from hpstore.health.forecast.features import MIN_SAMPLES, compute, parse_name
@@ -223,7 +224,7 @@ def model_from_json(text: bytes | str) -> ForecastModel:
         Written by a newer hpstore.
     """
     try:
-        body = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        body = json.loads(text, parse_constant=no_constant, parse_float=finite)
     except (ValueError, RecursionError) as error:
         raise damaged(f"it is no JSON ({str(error)[:80]})") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
@@ -312,14 +313,3 @@ def _tail(body: Json) -> Tail:
     if (np.diff(found) > 0).any():
         raise damaged("peaks do not fall")
     return Tail(peaks=found, windows=windows)
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:24]} is no finite number")
-    return number

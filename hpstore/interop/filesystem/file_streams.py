@@ -121,7 +121,7 @@ class ReadStream(io.BufferedReader):
         return self._file.size
 
 
-class _WholeOrNothing(io.IOBase):
+class WholeOrNothing(io.IOBase):
     """A stream that leaves a `with` block with its bytes stored, or by an exception with none."""
 
     def discard(self) -> None:
@@ -140,7 +140,7 @@ class _WholeOrNothing(io.IOBase):
             self.discard()
 
 
-class WriteStream(_WholeOrNothing, io.BufferedIOBase):
+class WriteStream(WholeOrNothing, io.BufferedIOBase):
     """A stream whose bytes become an object when it is closed, durable as `Pool.put` says.
 
     Nothing is visible before. Leaving a `with` block by an exception and discard() leave
@@ -306,7 +306,7 @@ class UpdateStream(WriteStream):
         return super().write(data)
 
 
-class TextWriter(_WholeOrNothing, io.TextIOWrapper):
+class TextWriter(WholeOrNothing, io.TextIOWrapper):
     """Text over a WriteStream, with the same promise: an exception discards."""
 
     def __init__(self, stream: WriteStream, **layout: Any) -> None:

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from hpstore.errors import ConfigError
+from hpstore.format.untrusted_bytes import no_constant
 
 MOST_DEPTH = 200  # of lists and dicts in each other: parsers of JSON recurse, ours and others
 MOST_DIGITS = 4300  # of an int: Python's own limit for its text
@@ -39,7 +40,7 @@ def encode_value(form: str, value: object) -> bytes:
 def decode_value(form: str, data: bytes) -> Any:
     """Inverse of encode_value. Raises ValueError: an attacker may have written the bytes."""
     try:
-        value = json.loads(data.decode(), parse_constant=_no_constant)
+        value = json.loads(data.decode(), parse_constant=no_constant)
     except RecursionError:
         raise ValueError("JSON is nested too deeply") from None
     if form == "str":
@@ -47,10 +48,6 @@ def decode_value(form: str, data: bytes) -> Any:
     elif form == "chat":
         check_chat(value)
     return value
-
-
-def _no_constant(text: str) -> object:
-    raise ValueError(f"{text} is no JSON")
 
 
 def check_strings(value: object) -> None:

@@ -82,8 +82,7 @@ class SequencesOfOneSource:
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order: numbers of sequences, through all epochs."""
-        check_range(self, epoch, start, stop)
-        return np.arange(start, stop, dtype=np.int64) + epoch * self.length
+        return _numbers(self, epoch, start, stop)
 
     def split(self, numbers: Indices) -> Sources:
         """See SequenceOrder."""
@@ -218,8 +217,7 @@ class PackedMixture:
 
     def indices(self, epoch: int, start: int, stop: int) -> Indices:
         """See Order: numbers of sequences of the mixture, through all epochs."""
-        check_range(self, epoch, start, stop)
-        return np.arange(start, stop, dtype=np.int64) + epoch * self.length
+        return _numbers(self, epoch, start, stop)
 
     def split(self, numbers: Indices) -> Sources:
         """See SequenceOrder."""
@@ -233,6 +231,12 @@ class PackedMixture:
     def describe(self) -> dict[str, object]:
         """See Order."""
         return {"kind": "packed mixture", "mixture": self._mixture.describe()}
+
+
+def _numbers(order: Order, epoch: int, start: int, stop: int) -> Indices:
+    """Sequences at positions start .. stop - 1 of an epoch, counted through all epochs."""
+    check_range(order, epoch, start, stop)
+    return np.arange(start, stop, dtype=np.int64) + epoch * order.length
 
 
 def runs(numbers: Indices, length: int) -> list[slice]:

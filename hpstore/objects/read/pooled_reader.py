@@ -85,10 +85,7 @@ class PooledReader(Closing):
             raise ValueError(f"offset {offset} is negative")
 
         def read(reader: ObjectReader) -> int:
-            count = max(0, min(len(target), self.size - offset))
-            if count:
-                reader.read_into(offset, target[:count])
-            return count
+            return read_up_to_end(reader, offset, target)
 
         return self.run(read)
 
@@ -197,6 +194,14 @@ def open_readers(store: PoolContext, keys: Sequence[str], *, whole: bool = False
                 reader.close()
         raise
     return found
+
+
+def read_up_to_end(reader: ObjectReader, offset: int, target: Bytes) -> int:
+    """Fill `target` from `offset`, as far as the object has bytes; how many there were."""
+    count = max(0, min(len(target), reader.header.geometry.size - offset))
+    if count:
+        reader.read_into(offset, target[:count])
+    return count
 
 
 def writable_bytes(buffer: object) -> Bytes:
