@@ -38,16 +38,36 @@ class PoolAccelerate(Closing):
     that a lost machine took along. Hooks that were registered are called as before.
 
     save_state() returns once the state is copied; what went wrong is raised at the next call and
-    by close(). keep_last (default: the ProjectConfiguration's total_limit): older states go only
-    after a newer one is durable in full, where accelerate itself deletes first.
-
-    root: output directories below it are named relative to it, so that a run may move.
+    by close().
 
     In a job of several processes (DDP or FSDP2) every one makes one and calls the same methods.
     Rank 0 saves what all have alike, with FSDP2 each rank its shards, and every rank's RNG and data
     loader states with it; each loads for itself what rank 0 says. What fails on one rank is raised
     on all, or, when a rank is gone, after `commit_seconds`. FSDP1, DeepSpeed and Megatron-LM are
     refused.
+
+    Parameters
+    ----------
+    accelerator
+        Its save_state() and load_state() are replaced until close().
+    pool
+        A Pool, which stays the caller's, or the name or settings file of one.
+    prefix
+        Where in the pool the states are.
+    keep_last
+        How many states stay, by default the ProjectConfiguration's total_limit. Older ones go only
+        after a newer one is durable in full, where accelerate itself deletes first.
+    root
+        Output directories below it are named relative to it, so that a run may move.
+    commit_seconds
+        How long a rank waits for the others.
+
+    Raises
+    ------
+    CheckpointError
+        This kind of job is refused.
+    ConfigError
+        `keep_last` is not a whole number of at least 1.
     """
 
     def __init__(
@@ -82,9 +102,25 @@ class PoolAccelerate(Closing):
     def save_state(self, output_dir: PathLike | None = None, **unused: Any) -> Path:
         """Save everything prepared and registered under the name `output_dir`.
 
-        With automatic_checkpoint_naming the name is made as accelerate makes it, and must be new.
-        Returns the name as a path once staged. `safe_serialization` and other options for the
-        format of files are of no consequence.
+        Parameters
+        ----------
+        output_dir
+            With automatic_checkpoint_naming it is left out: the name is made as accelerate makes
+            it, and must be new.
+        **unused
+            `safe_serialization` and other options for the format of files have no effect.
+
+        Returns
+        -------
+        pathlib.Path
+            The name as a path, once the state is staged.
+
+        Raises
+        ------
+        ConfigError
+            There is no name.
+        CheckpointError
+            Gradients are being accumulated, or the automatic name is taken.
         """
         accelerator = self.accelerator
         agreed(self._ranks, self._require_whole_steps)
@@ -161,8 +197,21 @@ class PoolAccelerate(Closing):
         """Load the state saved under the name `input_dir`; without one, the newest.
 
         Verified as a whole before anything is filled; with FSDP2 names and shapes before, bytes as
-        they are filled. Raises CheckpointError when there is none,
-        CheckpointMismatch when other numbers of things were prepared.
+        they are filled.
+
+        Parameters
+        ----------
+        input_dir
+            As save_state() was given it, or has returned it.
+        **options
+            Options for the format of files have no effect.
+
+        Raises
+        ------
+        CheckpointError
+            There is no state to load.
+        CheckpointMismatch
+            Other numbers of models, optimizers or the like were prepared.
         """
         known = self.latest() if input_dir is None else input_dir
         if known is None:
@@ -265,6 +314,18 @@ class PoolLoader(Closing):
 
     state_dict() and load_state_dict() are the loader's; save_state() of the accelerator, and of
     PoolAccelerate, keep it with the rest.
+
+    Parameters
+    ----------
+    accelerator
+        This loader is registered with it, in the place of `loader`.
+    loader
+        A hpstore DataLoader, which close() closes.
+
+    Raises
+    ------
+    ConfigError
+        The accelerator has split_batches=True and several processes.
     """
 
     _is_accelerate_prepared = True

@@ -52,18 +52,33 @@ class PoolTrainerCallback(TrainerCallback, Closing):
 
         trainer.train(resume_from_checkpoint=callback.resume_folder("/local/scratch"))
 
-    keep_last, keep_every: which steps stay; older ones go after a newer one is durable in full.
-    on_sigterm: "save": after the step in which SIGTERM comes save, stop training and raise
-    Preempted, a SystemExit; "finish": what a Checkpointer does. save_frozen: False leaves out
-    parameters that are not trained, as of the base model under PEFT's adapters: the model that
-    resumes must have them already. pool: a Pool, which stays the
-    caller's, or the name or settings file of one.
-
     In a job of several processes (torchrun with DDP or FSDP2) every one makes one, after its
     TrainingArguments, and calls the same methods, resume_folder() after the Trainer was made. What
     all have alike is saved once, shards by the ranks that hold them, every rank's RNG states with
     it; each rank resumes from a folder of its own. What fails on one rank is raised on all. FSDP1
     and DeepSpeed are refused.
+
+    Parameters
+    ----------
+    pool
+        A Pool, which stays the caller's, or the name or settings file of one.
+    prefix
+        Where in the pool the checkpoints are.
+    keep_last, keep_every
+        Which steps stay. Older ones go after a newer one is durable in full.
+    every
+        Save after every so many steps, too; None: only when the Trainer does.
+    on_sigterm
+        "save": after the step in which SIGTERM comes save, stop training and raise Preempted, a
+        SystemExit. "finish": what a Checkpointer does.
+    save_frozen
+        False leaves out parameters that are not trained, as of the base model under PEFT's
+        adapters: the model that resumes must have them already.
+
+    Raises
+    ------
+    ConfigError
+        `every` is not a whole number, or this is one process of several without a group.
     """
 
     def __init__(
@@ -185,6 +200,23 @@ class PoolTrainerCallback(TrainerCallback, Closing):
 
         With FSDP2, call it after the Trainer was made: the folder then holds no weights and no
         moments, which go from the pool into each rank's shards when train() begins.
+
+        Parameters
+        ----------
+        parent
+            A local directory with room for the state.
+        step
+            The step to resume from.
+
+        Returns
+        -------
+        str or None
+            The folder.
+
+        Raises
+        ------
+        CheckpointError
+            There are checkpoints, and none can be read now.
         """
         self.checkpoints.wait()
         sharded = agreed(self._ranks, kind_of_this_job) is Parallelism.SHARDED

@@ -191,7 +191,7 @@ def test_tables_of_many_objects_are_held_a_bounded_number_at_a_time(
 
         monkeypatch.setattr(pool, "open_many", readers)
         pieces = [ObjectRanges(key, [(0, 10), (20, 30)], 100 * len(key)) for key in keys]
-        found = data._get_pieces(pieces)
+        found = data._index.get_pieces(pieces)
         wanted = [(key.encode() * 100) for key in keys]
         assert [[p.tobytes() for p in some] for some in found] == [
             [w[:10], w[20:30]] for w in wanted

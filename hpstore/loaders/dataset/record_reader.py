@@ -4,41 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import xxhash
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import AlreadyClosed, ConfigError, IntegrityError, ObjectNotFound
-from hpstore.loaders.dataset.block_table import BLOCK_ROWS, BlockTable, Runs
-from hpstore.loaders.dataset.coalesce import (
-    ObjectRanges,
-    plan_spans,
-    read_object_ranges,
-    read_spans,
-)
+from hpstore.loaders.dataset.block_table import BLOCK_ROWS
+from hpstore.loaders.dataset.coalesce import plan_spans, read_spans
 from hpstore.loaders.dataset.dataset_manifest import (
     ORDER,
     DatasetManifest,
-    column_key,
     column_names,
     pages_key,
     shard_key,
-    side_key,
 )
 from hpstore.loaders.dataset.fields import Array, Field, FieldKind, stored_fields
+from hpstore.loaders.dataset.index_objects import IndexObjects
 from hpstore.loaders.dataset.index_tables import (
     PAGE_MAGIC,
-    SIDE_MAGIC,
     Table,
     check_hash,
-    check_header,
     decode_tables,
     page_dtypes,
-    side_dtypes,
-    side_ranges,
-    table_starts,
 )
 from hpstore.loaders.dataset.large_records import (
     PART_BYTES,
@@ -60,7 +48,6 @@ from hpstore.loaders.dataset.record_stream import (
     stripe_firsts,
 )
 from hpstore.loaders.dataset.table_checks import check_pages, check_places, check_range, matches
-from hpstore.objects.read.open_many import MOST_KEYS
 from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.objects.read.record_batch_read import Scatter, Scattered
 from hpstore.pool.pool import Pool
@@ -72,14 +59,35 @@ from hpstore.units import div_ceil
 class StoredData(Closing):
     """The arrays of one dataset or part. Thread-safe; survives a fork.
 
-    `wanted`: names of the fields that are used; streams without one of them are left out. `stored`:
-    these and their masks.
+    All reads raise ObjectNotFound when the dataset was replaced or deleted since it was opened.
+
+    Parameters
+    ----------
+    pool
+        An open pool, which stays the caller's.
+    name, manifest
+        The dataset.
+    wanted
+        Names of the fields that are used; streams without one of them are left out. Default: all.
+
+    Attributes
+    ----------
+    fields, stored
+        The fields that are used; these and their masks.
+    streams
+        Those that hold one of them.
+
+    Raises
+    ------
+    ConfigError
+        There is no such field.
     """
 
     def __init__(
         self, pool: Pool, name: str, manifest: DatasetManifest, wanted: Sequence[str] | None = None
     ) -> None:
         self.pool, self.name, self.manifest = pool, name, manifest
+        self._index = IndexObjects(pool, name, manifest)
         unknown = [field for field in wanted or () if field not in manifest.fields]
         if unknown:
             raise ConfigError(
@@ -95,14 +103,13 @@ class StoredData(Closing):
         ]
         self._main = streams[0] if streams else None
         self.streams = tuple(s for s in streams if any(n in self.fields for n in s.record.fields))
-        self._sides = {s.number: self._side_table(s) for s in self.streams}
-        self._cuts = [
-            (part, number, rows) for part in manifest.parts for number, rows in enumerate(part.cuts)
-        ]
+        self._sides = {s.number: self._index.side_table(s) for s in self.streams}
         scalars = [n for n, f in self.stored.items() if f.kind is FieldKind.SCALAR]
         columns = column_names(list(every), scalars)
-        self._columns = {n: self._column_table(every[n], column) for n, column in columns.items()}
-        self._order = self._column_table(Field("int64"), ORDER)
+        self._columns = {
+            n: self._index.column_table(every[n], column) for n, column in columns.items()
+        }
+        self._order = self._index.column_table(Field("int64"), ORDER)
         self._pages: dict[int, PageTable] = {}
         self._readers, self._closed = self._closed_shards(), False
 
@@ -111,108 +118,29 @@ class StoredData(Closing):
 
     # --- tables ------------------------------------------------------------------------------
 
-    def _side_table(self, stream: Stream) -> BlockTable:
-        dtypes = side_dtypes(stream.record)
-        return BlockTable(
-            stream.rows.tolist(),
-            [(d, ()) for d in dtypes],
-            partial(self._load_sides, stream, dtypes),
-        )
-
-    def _load_sides(
-        self, stream: Stream, dtypes: list[np.dtype[Any]], wanted: dict[int, Runs]
-    ) -> list[list[list[Table]]]:
-        """Rows of side objects. One that is a single block is checked against the manifest."""
-        pieces = []
-        for shard, runs in wanted.items():
-            count = int(stream.rows[shard])
-            size = table_starts(dtypes, count)[-1]
-            bounds = [(0, size)] if count <= BLOCK_ROWS else side_ranges(dtypes, count, runs)
-            pieces.append(ObjectRanges(self._side_key(stream, shard), bounds, size))
-        made = []
-        for (shard, runs), piece, found in zip(
-            wanted.items(), pieces, self._get_pieces(pieces), strict=True
-        ):
-            if stream.rows[shard] <= BLOCK_ROWS:
-                made.append([self._side_of(stream, shard, found[0].tobytes())])
-                continue
-            head, *values = found
-            where = f"object {piece.key!r}"
-            check_header(SIDE_MAGIC, head.tobytes(), len(dtypes), where=where)
-            rows = iter(values)
-            made.append([[np.frombuffer(next(rows), d) for d in dtypes] for _ in runs])
-        return made
-
     def side_tables(self, stream: Stream, shard: int) -> list[Table]:
-        """All of a side object, checked against the manifest: see side_dtypes."""
-        return self._side_of(stream, shard, self._get(self._side_key(stream, shard)))
+        """All of a side object, checked against the manifest: see side_dtypes.
 
-    def _side_key(self, stream: Stream, shard: int) -> str:
-        return side_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
-
-    def _side_of(self, stream: Stream, shard: int, data: bytes) -> list[Table]:
-        key, dtypes = self._side_key(stream, shard), side_dtypes(stream.record)
-        check_hash(key, data, stream.side_hashes[shard])
-        rows = int(stream.rows[shard])
-        return decode_tables(SIDE_MAGIC, data, dtypes, rows, where=f"object {key!r}")
-
-    def _column_table(self, made: Field, column: str) -> BlockTable:
-        shape = made.inner_shape
-
-        def load(wanted: dict[int, Runs]) -> list[list[list[Table]]]:
-            pieces = []
-            for cut, runs in wanted.items():
-                part, number, rows = self._cuts[cut]
-                ranges = [(a * made.row_bytes, (a + n) * made.row_bytes) for a, n in runs]
-                key = column_key(self.name, part.column_nonce(column), column, number)
-                pieces.append(ObjectRanges(key, ranges, rows * made.row_bytes))
-            return [
-                [[np.frombuffer(raw, made.storage).reshape(-1, *shape)] for raw in found]
-                for found in self._get_pieces(pieces)
-            ]
-
-        return BlockTable([rows for _, _, rows in self._cuts], [(made.storage, shape)], load)
-
-    def _get(self, key: str) -> bytes:
-        try:
-            return self.pool.get(key)
-        except ObjectNotFound as error:
-            raise self._gone(key) from error
-
-    def _get_pieces(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
-        """Byte ranges of several objects, so many at a time as are opened together."""
-        found = []
-        for first in range(0, len(pieces), MOST_KEYS):
-            found += self._get_some(pieces[first : first + MOST_KEYS])
-        return found
-
-    def _get_some(self, pieces: Sequence[ObjectRanges]) -> list[list[Bytes]]:
-        readers = self.pool.open_many([piece.key for piece in pieces], preload=True)
-        try:
-            return [read_object_ranges(piece, readers[piece.key]) for piece in pieces]
-        except ObjectNotFound as error:
-            raise self._gone(error.key or pieces[0].key) from error
-        finally:
-            for reader in readers.values():
-                if not isinstance(reader, Exception):
-                    reader.close()
-
-    def _gone(self, key: str) -> ObjectNotFound:
-        known = self.manifest.fingerprint
-        return ObjectNotFound(
-            f"object {key!r} of data set {self.name!r} is not there: the data set was replaced or "
-            f"deleted since it was opened (fingerprint {known}). Open it again.",
-            key=key,
-        )
+        Parameters
+        ----------
+        stream, shard
+            Which one: a shard of a stream of this dataset.
+        """
+        return self._index.side_of(stream, shard)
 
     # --- places ------------------------------------------------------------------------------
 
     def locate(self, stream: Stream, indices: Int64s, *, checksums: bool = True) -> Locations:
         """Where records lie; vectorised, reads what it needs of the side objects.
 
-        `indices`: int64 (n,), 0 <= i < len, any order, repeats allowed. Without `checksums` those
-        of records of one size, whose places are arithmetic, are not read: they are 0. Raises
-        IndexError.
+        Parameters
+        ----------
+        stream
+            One of `streams`.
+        indices
+            int64 (n,), 0 <= i < len, any order, repeats allowed; else IndexError.
+        checksums
+            False: those of records of one size, whose places are arithmetic, are not read but 0.
         """
         rows = np.asarray(indices, np.int64)
         self._check_range(rows)
@@ -243,7 +171,13 @@ class StoredData(Closing):
         check_range(rows, len(self), f"data set {self.name!r}")
 
     def pages(self, stream: Stream) -> PageTable:
-        """All pages of a stream. Arithmetic for records of one size, else read once and kept."""
+        """All pages of a stream. Arithmetic for records of one size, else read once and kept.
+
+        Parameters
+        ----------
+        stream
+            One of `streams`.
+        """
         found = self._pages.get(stream.number)
         if found is None:
             found = self._pages[stream.number] = self._make_pages(stream)
@@ -270,7 +204,7 @@ class StoredData(Closing):
             if not shards.pages:
                 continue
             key = pages_key(self.name, part.nonce, stream.number)
-            data = self._get(key)
+            data = self._index.get(key)
             check_hash(key, data, shards.pages)
             count = sum(div_ceil(payload, shards.unit_bytes) for payload in shards.payload)
             tables = decode_tables(PAGE_MAGIC, data, dtypes, count, where=f"object {key!r}")
@@ -289,7 +223,15 @@ class StoredData(Closing):
         return np.append(np.arange(0, len(self), BLOCK_ROWS, dtype=np.int64), len(self))
 
     def scalars(self, name: str, indices: Int64s) -> Array:
-        """Values of a scalar field, (n, *shape) in storage dtype; a copy. Raises IndexError."""
+        """Values of a scalar field, (n, *shape) in storage dtype; a copy.
+
+        Parameters
+        ----------
+        name
+            A field that was opened; else ConfigError.
+        indices
+            As locate() has them.
+        """
         rows = np.asarray(indices, np.int64)
         self._check_range(rows)
         if name not in self._columns:
@@ -301,6 +243,11 @@ class StoredData(Closing):
 
         Of an ingest: the number of the record in its source, or block << 32 | number in the block.
         None when the dataset was not shuffled on write.
+
+        Parameters
+        ----------
+        indices
+            As locate() has them.
         """
         if self.manifest.shuffle_seed is None:
             return None
@@ -311,39 +258,63 @@ class StoredData(Closing):
     # --- records -----------------------------------------------------------------------------
 
     def shard_key(self, stream: Stream, shard: int) -> str:
-        """Key of the object that holds a shard's records."""
+        """Key of the object that holds a shard's records.
+
+        Parameters
+        ----------
+        stream, shard
+            A shard of a stream of this dataset.
+        """
         return shard_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
 
     def reader(self, stream: Stream, shard: int) -> PooledReader:
         """A shard, open for reading by the calling thread.
 
-        It stays open until the thread has asked for many other ones; not to be closed.
-        Raises ObjectNotFound when the dataset was replaced or deleted.
+        It stays open until the thread has asked for many other ones; the caller must not close it.
+
+        Parameters
+        ----------
+        stream, shard
+            A shard of a stream of this dataset.
         """
         self._require_open()
         key = self.shard_key(stream, shard)
         try:
             return self._readers.get(key, self.pool.open_many)
         except ObjectNotFound as error:
-            raise self._gone(key) from error
+            raise self._index.gone(key) from error
 
     def _require_open(self) -> None:
         if self._closed:
             raise AlreadyClosed(f"data set {self.name!r} is closed")
 
     def open_all(self, stream: Stream, shards: Sequence[int]) -> None:
-        """Open together what reader() would open one by one, as far as that stays open."""
+        """Open together what reader() would open one by one, as far as that stays open.
+
+        Parameters
+        ----------
+        stream, shards
+            Shards of a stream of this dataset.
+        """
         self._require_open()
         keys = [self.shard_key(stream, shard) for shard in shards[: self._readers.limit]]
         try:
             self._readers.get_all(keys, self.pool.open_many)
         except ObjectNotFound as error:
-            raise self._gone(error.key or keys[0]) from error
+            raise self._index.gone(error.key or keys[0]) from error
 
     def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
         """Verified records in the order asked for, views of one buffer, and where they were.
 
-        Raises IntegrityError naming the sample when a record does not match its checksum.
+        Parameters
+        ----------
+        stream, indices
+            As locate() has them.
+
+        Raises
+        ------
+        IntegrityError
+            A record does not match its checksum; names the sample.
         """
         rows = np.asarray(indices, np.int64)
         records, places = self.raw_records(stream, rows)
@@ -364,10 +335,15 @@ class StoredData(Closing):
         )
 
     def read_large(self, stream: Stream, index: int, targets: Sequence[Target]) -> None:
-        """One verified record, piece by piece, into `targets`: (first byte in the record, memory).
+        """One verified record, piece by piece; takes no memory of the record's size.
 
-        Takes no memory of the record's size. What is in `targets` is undefined where it raises, as
-        read_records does.
+        Parameters
+        ----------
+        stream, index
+            The record of one sample.
+        targets
+            Pairs: first byte in the record, memory to fill. What is in it is undefined where this
+            raises, as read_records does.
         """
         rows = np.array([index], np.int64)
         place = self.locate(stream, rows)
@@ -376,7 +352,13 @@ class StoredData(Closing):
             raise self._mismatch(stream, rows, place, 0, 1)
 
     def read_direct(self, stream: Stream, indices: Int64s) -> list[Bytes]:
-        """As read_records, straight from the devices where that can be; without the places."""
+        """As read_records, straight from the devices where that can be; without the places.
+
+        Parameters
+        ----------
+        stream, indices
+            As locate() has them.
+        """
         lengths = self.locate(stream, indices).length
         rows, room = aligned_rows(aligned_array(aligned_bytes(lengths)), lengths)
         if self.read_rows(stream, indices, rows, room=room):
@@ -391,12 +373,21 @@ class StoredData(Closing):
         addresses: Int64s | None = None,
         room: Sequence[Bytes] | None = None,
     ) -> bool:
-        """Verified records of n samples into rows[i], each as long as its record, where it can be
-        straight from the devices. `addresses`: where they begin, when that is known; `room`: as
-        Scatter has it.
+        """Verified records into memory, where it can be straight from the devices.
 
         False when a device hangs: `rows` is then lost, its memory must not be used again
         (PROTOCOL 21). Raises as read_records.
+
+        Parameters
+        ----------
+        stream, indices
+            As locate() has them.
+        rows
+            Memory of each record, as long as it is.
+        addresses
+            Where they begin, when that is known.
+        room
+            As Scatter has it.
         """
         places = self.locate(stream, indices)
         left = np.ones(len(indices), bool)
@@ -444,7 +435,13 @@ class StoredData(Closing):
         return reader.run_scatter(scatter)
 
     def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
-        """As read_records, without a look at the records' checksums."""
+        """As read_records, without a look at the records' checksums.
+
+        Parameters
+        ----------
+        stream, indices
+            As locate() has them.
+        """
         places = self.locate(stream, indices)
         if stream.compression:
             shards = partial(self.reader, stream)
@@ -453,7 +450,13 @@ class StoredData(Closing):
 
     @staticmethod
     def mismatches(records: Sequence[Bytes], places: Locations) -> Int64s:
-        """Which of the records do not match their checksums, ascending."""
+        """Which of the records do not match their checksums, ascending.
+
+        Parameters
+        ----------
+        records, places
+            What raw_records() gave.
+        """
         digest = xxhash.xxh3_64_intdigest
         found = np.fromiter((digest(record.data) for record in records), np.uint64, len(records))
         return np.flatnonzero(found != places.checksum).astype(np.int64)
