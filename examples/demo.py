@@ -148,7 +148,7 @@ def demonstrate(root: Path) -> Table:
         status = opened.status()
     if not scrubbed.clean or healed.unreadable or status.losses_tolerated < 2:
         raise DemoFailed(f"not healed: {healed}, {scrubbed}")
-    rows.add_row("rebuild", f"{healed.relaid} objects laid out anew, {healed.rebuilt} rebuilt")
+    rows.add_row("rebuild", f"{healed.relaid} objects restriped, {healed.rebuilt} rebuilt")
     rows.add_row("scrub", f"clean; {status.losses_tolerated} more losses tolerated")
     rows.add_row("time", f"{time.perf_counter() - began:.0f} s")
     return rows

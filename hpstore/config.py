@@ -454,7 +454,7 @@ def require_new(path: Path, name: str | None) -> None:
     if path.exists():
         raise ConfigError(f"{path} exists; a pool is not made over another one's settings")
     if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{path} cannot be written: {path.parent} is no directory, or read-only")
+        raise ConfigError(f"{path} cannot be written: {path.parent} is not a writable directory")
     if name is not None:
         _free_place(name, path)
 

@@ -323,7 +323,7 @@ class Jobs:
         if report.columns_written or report.unreadable or report.failed or report.stuck:
             self.note(
                 f"rebuild{' (interrupted)' if report.stopped else ''}: {report.rebuilt} objects "
-                f"rebuilt, {report.relaid} laid out anew, {report.waiting} waiting, {report.stuck} "
+                f"rebuilt, {report.relaid} restriped, {report.waiting} waiting, {report.stuck} "
                 f"stuck, {len(report.unreadable)} unreadable, {len(report.failed)} failed",
                 ok=not (report.unreadable or report.failed or report.stuck),
             )

@@ -108,7 +108,7 @@ def _require_runnable(
     if unknown:
         raise ConfigError(f"no benchmark is called {unknown[0]!r}; there are {list(known)}")
     if json_file not in ("", "-") and not Path(json_file).absolute().parent.is_dir():
-        raise ConfigError(f"results cannot be written: {Path(json_file).parent} is no directory")
+        raise ConfigError(f"results cannot be written: {Path(json_file).parent} is not a directory")
     if json_file:
         agree_to_replace(Path(json_file), yes=yes, named=True)
 

@@ -233,7 +233,7 @@ def sharing(group: str, mode: str | None) -> Settings:
     try:
         directory = int(mode or "0770", 8)
     except ValueError as error:
-        raise ConfigError(f"--mode {mode!r} is no octal mode, such as 0770") from error
+        raise ConfigError(f"--mode {mode!r} is not an octal mode, such as 0770") from error
     if group and not directory & 0o070:
         raise ConfigError(f"--mode {mode} gives the group {group} no rights; 0770 gives it all")
     return Settings(group=group, directory_mode=directory, file_mode=directory & 0o666)

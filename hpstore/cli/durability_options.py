@@ -120,7 +120,7 @@ def _made(text: str, kind: str, rate: str, units: int, hit: list[str], form: str
 
 def _whole(word: str, text: str, form: str) -> int:
     if not (word.isascii() and word.isdecimal() and len(word) <= 4 and int(word)):
-        raise ConfigError(f"--shared {text!r}: {word!r} are no units; write {form}")
+        raise ConfigError(f"--shared {text!r}: {word!r} are not units; write {form}")
     return int(word)
 
 
@@ -128,7 +128,7 @@ def _number(word: str, text: str, form: str) -> float:
     try:
         return float(word)
     except ValueError as error:
-        raise ConfigError(f"{text!r}: {word!r} is no number; write {form}") from error
+        raise ConfigError(f"{text!r}: {word!r} is not a number; write {form}") from error
 
 
 def parse_ages(text: str) -> tuple[tuple[float, float], ...]:

@@ -80,7 +80,7 @@ def require_place(path: Path) -> None:
     if target.is_dir() or not path.name:
         raise ConfigError(f"{str(path)!r} is a directory; give a file to write")
     if not target.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: {target.parent} is no directory")
+        raise ConfigError(f"{path} cannot be written: {target.parent} is not a directory")
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def show_report(what: str, report: RebuildReport) -> None:
     sys.stdout.write(
         f"{what}: {report.objects} objects{deletes}, {format_bytes(report.bytes)} looked at in "
         f"{report.seconds:.1f} s: {report.healthy} whole, {report.rebuilt} rebuilt, "
-        f"{report.relaid} laid out anew, {report.waiting} waiting for a missing "
+        f"{report.relaid} restriped, {report.waiting} waiting for a missing "
         f"device, {report.stuck} stuck with "
         f"too few devices; {report.damaged_columns} damaged columns found, "
         f"{report.columns_written} written\n"

@@ -29,7 +29,7 @@ def resolved(steps: StepCatalog, step: str) -> int:
     """A step by its number, or "latest": the newest valid. Raises ConfigError, CheckpointError."""
     if step != "latest":
         if not step.isdecimal():
-            raise ConfigError(f"{step!r} is no step: give a whole number, or latest")
+            raise ConfigError(f"{step!r} is not a step: give a whole number, or latest")
         return int(step)
     from hpstore.checkpoint.catalog.not_found_hint import nothing_under
 

@@ -192,7 +192,9 @@ class LocalDevice(LocalFiles):
 
     def _forget_foreign(self, root: int, path: str) -> None:
         """Take away a name that leads to what is not ours; that is not touched."""
-        _log.warning("device %s: %s was no file of hpstore; its name was removed", self.url, path)
+        _log.warning(
+            "device %s: %s was not a file of hpstore; its name was removed", self.url, path
+        )
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path, dir_fd=root)
 

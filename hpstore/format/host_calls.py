@@ -152,7 +152,7 @@ def check_directory_path(value: object) -> str:
     if rest and first not in _FOLDERS:
         raise ValueError("a path is below a folder of the device")
     if value and not rest and not _ROOT_FILE.fullmatch(first):
-        raise ValueError("a path is no record of the device")
+        raise ValueError("a path is not a record of the device")
     return value
 
 
@@ -178,7 +178,7 @@ def decode_listings(data: bytes) -> list[Names]:
             found.append(names)
             names = []
         elif kind not in (_DIRECTORY, _FILE) or name in ("", ".", "..") or "/" in name:
-            raise IntegrityError("a listing holds what is no name")
+            raise IntegrityError("a listing holds something that is not a name")
         else:
             names.append((name, kind == _DIRECTORY))
     if names:

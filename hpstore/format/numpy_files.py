@@ -86,7 +86,7 @@ def require_characters(flat: Array) -> None:
     if flat.dtype.kind == "U" and flat.nbytes:
         codes = flat.view(np.dtype(np.uint32).newbyteorder(flat.dtype.byteorder))
         if codes.max() > sys.maxunicode:
-            raise ValueError(f"the text has {int(codes.max()):#x}, which is no character")
+            raise ValueError(f"the text has {int(codes.max()):#x}, which is not a character")
 
 
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Array:

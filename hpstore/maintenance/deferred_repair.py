@@ -123,7 +123,7 @@ def _read(store: PoolContext, key: str) -> bytes:
     try:
         size = reader.header.geometry.size
         if size > _MAX_NOTE_BYTES:
-            raise IntegrityError(f"{key}: {size} bytes are no note")
+            raise IntegrityError(f"{key}: {size} bytes are not a note")
         parts: list[bytes] = []
         reader.read_ranges([(0, size)], lambda _, part: parts.append(part.tobytes()))
         return b"".join(parts)

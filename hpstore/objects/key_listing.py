@@ -148,7 +148,7 @@ def _walk_device(
                 part = component_of(file, folding=folding)
                 if part is None:
                     _log.warning(
-                        "%s: %s/%s is no key; left alone",
+                        "%s: %s/%s is not a key and is left alone",
                         device.url,
                         directory,
                         file.encode(errors="replace"),

@@ -17,9 +17,9 @@ def require_known(view: View, survey: Survey) -> None:
     unknown = unknown_devices(view, survey)
     if unknown > view.record.parity:
         raise TooManyErasures(
-            f"whether there is an object {survey.key!r} cannot be told: {unknown} devices do not "
-            f"answer or were evicted since the last rebuild, {view.record.parity} are survived. "
-            "Bring devices back, or rebuild if they are gone for good.",
+            f"it is unknown whether object {survey.key!r} exists: {unknown} devices do not answer "
+            f"or were evicted since the last rebuild, and the pool tolerates {view.record.parity}. "
+            "Nothing was changed. Bring devices back, or rebuild if they are gone for good.",
             key=survey.key,
         )
 

@@ -96,7 +96,7 @@ def parse_token(text: str) -> ContentId:
     match = re.fullmatch(r"([0-9a-f]{16})-([0-9a-f]{16})", text)
     if match is None:
         raise ConfigError(
-            f"{text!r} is no version of an object: two numbers of 16 hexadecimal digits with a - "
-            "between them, as stat() and versions() give it"
+            f"{text!r} is not a version of an object: two numbers of 16 hexadecimal digits with a "
+            "- between them, as stat() and versions() give it"
         )
     return (int(match[1], 16), int(match[2], 16))

@@ -295,7 +295,7 @@ class PoolAdmin:
         """
         self._session.require_writable()
         if not 0 < spread <= 1:
-            raise ConfigError(f"a spread of {spread} is no share: above 0, at most 1")
+            raise ConfigError(f"spread {spread} is not a share: it must be above 0 and at most 1")
         self._session.refresh()
         with self.repairing("rebalance", gives_way=gives_way):
             return rebalance_all(

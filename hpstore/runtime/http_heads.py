@@ -96,5 +96,5 @@ def _parsed(
 def _body_bytes(fields: dict[str, str]) -> int:
     text = fields.get("content-length", "0")
     if not _NUMBER.fullmatch(text.encode("ascii")):
-        raise IntegrityError("Content-Length is no number")
+        raise IntegrityError("Content-Length is not a number")
     return int(text)

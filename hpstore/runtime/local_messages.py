@@ -39,7 +39,7 @@ class Message:
     def numbers(self) -> Int64s:
         """The raw bytes as int64. Raises Lost."""
         if self.raw.size % 8:
-            raise Lost(f"{self.raw.size} bytes are no numbers")
+            raise Lost(f"{self.raw.size} bytes are not numbers")
         return self.raw.view(np.int64)
 
     def count(self, name: str) -> int:

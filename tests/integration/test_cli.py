@@ -254,4 +254,4 @@ def test_an_agent_that_has_ended_keeps_nobody_waiting(cli: Cli, tmp_path: Path) 
 
 def test_results_that_cannot_be_written_are_refused_before_the_work(cli: Cli) -> None:
     said = cli("bench", "erasure", "--json", "nowhere/x.json", code=errors.ConfigError.exit_code)
-    assert "nowhere is no directory" in said
+    assert "nowhere is not a directory" in said

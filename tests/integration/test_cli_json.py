@@ -140,7 +140,7 @@ def test_a_place_that_is_not_there_is_named_before_the_work(cli: Cli, tmp_path: 
     """`get` and `health train`: the folder, not the name of a part file."""
     cli("put", cli.pool, "a", "in")
     said = cli("get", cli.pool, "a", "no/such/out", code=errors.ConfigError.exit_code)
-    assert f"{tmp_path}/no/such is no directory" in said
+    assert f"{tmp_path}/no/such is not a directory" in said
     (tmp_path / "drives.csv").write_text("nonsense")  # it is not even opened
     words = ("health", "train", "drives.csv", "--out", "no/model.json")
-    assert f"{tmp_path}/no is no directory" in cli(*words, code=errors.ConfigError.exit_code)
+    assert f"{tmp_path}/no is not a directory" in cli(*words, code=errors.ConfigError.exit_code)

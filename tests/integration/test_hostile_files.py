@@ -175,7 +175,7 @@ def test_text_of_an_npz_is_made_of_characters(tmp_path: Path, descr: str) -> Non
     codes = {">": b"\x7f\0\0\1"}.get(descr[1], b"\1\0\0\x7f")
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("a.npy", npy("(1,)", descr) + codes * (2 if "i4" in descr else 1))
-    with pytest.raises(MalformedFile, match="which is no character"):
+    with pytest.raises(MalformedFile, match="which is not a character"):
         npz_arrays(tmp_path / "a.npz")
 
 

@@ -62,7 +62,7 @@ def test_one_version_is_current_and_a_deleted_key_has_its_tombstone(harness: Har
         (tombstone,) = pool.versions("k")
         assert (tombstone.standing, tombstone.current) == (VersionStanding.DELETED, True)
         assert pool.versions("never") == []
-        with pytest.raises(ConfigError, match="is no version of an object"):
+        with pytest.raises(ConfigError, match="is not a version of an object"):
             pool.get("k", version="newest")
 
 

@@ -55,7 +55,7 @@ class FileSource:
         self._file = file.fileno()
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):
-            raise TypeError("data is no regular file: read() it, and give its bytes")
+            raise TypeError("data is not a regular file: read() it, and pass its bytes")
         self.size = status.st_size
 
     def view(self, start: int, end: int) -> Bytes | None:
