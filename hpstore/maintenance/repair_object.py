@@ -30,9 +30,8 @@ from hpstore.objects.survey import ColumnFile, Survey, newest_by_name
 from hpstore.objects.write.column_writer import MembershipMoved
 from hpstore.objects.write.debts import clear_debt
 from hpstore.objects.write.delete_files import remove_files
-from hpstore.objects.write.put import WriteFailed, settle_or_owe, write_columns, write_new_version
+from hpstore.objects.write.put import WriteFailed, settle_or_owe, write_columns, write_tombstone
 from hpstore.objects.write.put_plan import PutContent, plan_columns
-from hpstore.objects.write.put_source import MemorySource
 from hpstore.objects.write.stripe_writer import Throttle
 
 REPAIR_TRIES = 6
@@ -134,17 +133,9 @@ def _finish_delete(store: PoolContext, survey: Survey, horizons: Mapping[str, in
                 key=survey.key, action=RepairAction.ABSENT
             )  # what it stands for stays (rule 8)
         if len(copies) <= newest.parity:
-            columns = write_new_version(
-                store,
-                survey.key,
-                MemorySource(b""),
-                metadata={},
-                kind=Kind.TOMBSTONE,
-                survey=survey,
-                revise=newest.version,
-                horizons=horizons,
-            )
-            version = columns.version
+            version = write_tombstone(
+                store, survey.key, survey, revise=newest.version, horizons=horizons
+            ).version
         else:
             version = newest.version
         remove_files(store, survey.key, [f for f in survey.files if f.name.version < version])

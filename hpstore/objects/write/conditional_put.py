@@ -12,9 +12,14 @@ from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.object_info import ObjectInfo, version_token
 from hpstore.objects.survey import newest_by_name, stable_survey
 from hpstore.objects.survey_limits import require_known
-from hpstore.objects.write.delete_files import remove_files
-from hpstore.objects.write.put import MAYBE_STORED, put_object, say_maybe, write_new_version
-from hpstore.objects.write.put_source import MemorySource, PutSource
+from hpstore.objects.write.put import (
+    MAYBE_STORED,
+    put_object,
+    remove_replaced,
+    say_maybe,
+    write_tombstone,
+)
+from hpstore.objects.write.put_source import PutSource
 from hpstore.objects.write.stripe_writer import Throttle
 
 _TRIES = 8  # claims of one put that were taken over, in a row
@@ -107,18 +112,9 @@ def bar_puts(store: PoolContext, claims: Claims, key: str) -> bool:
             newest = newest_by_name(store.view, survey)
             if newest is not None and newest.kind is not Kind.TOMBSTONE:
                 return False
-            columns = write_new_version(
-                store,
-                key,
-                MemorySource(b""),
-                metadata={},
-                kind=Kind.TOMBSTONE,
-                survey=survey,
-                next_counter=claim.next_counter,
-            )
+            columns = write_tombstone(store, key, survey, next_counter=claim.next_counter)
             claim.give_back()
-            older = [f for f in survey.files if f.name.version < columns.version]
-            remove_files(store, key, [*older, *columns.superseded])
+            remove_replaced(store, key, survey, columns)
             store.deleted.append((columns.version.counter, key))
             return True
         except ClaimLost:

@@ -375,9 +375,37 @@ def put_object(
     if acknowledge is not None:
         acknowledge(header.version)
     if len(published) == header.geometry.width:
-        older = [f for f in survey.files if f.name.version < header.version]
-        remove_files(store, key, [*older, *columns.superseded])
+        remove_replaced(store, key, survey, columns)
     return object_info(header, len(published), may_leave=store.view.may_leave(survey.unknown))
+
+
+def remove_replaced(store: PoolContext, key: str, survey: Survey, columns: ColumnSet) -> None:
+    """Remove what is older than a version that was written, and what attempts at it have left."""
+    older = [f for f in survey.files if f.name.version < columns.version]
+    remove_files(store, key, [*older, *columns.superseded])
+
+
+def write_tombstone(
+    store: PoolContext,
+    key: str,
+    survey: Survey,
+    *,
+    revise: Version | None = None,
+    horizons: Mapping[str, int] | None = None,
+    next_counter: Callable[[int], int] | None = None,
+) -> ColumnSet:
+    """Write a tombstone above all of the survey: see write_new_version."""
+    return write_new_version(
+        store,
+        key,
+        MemorySource(b""),
+        metadata={},
+        kind=Kind.TOMBSTONE,
+        survey=survey,
+        revise=revise,
+        horizons=horizons,
+        next_counter=next_counter,
+    )
 
 
 def _finish_half_done(store: PoolContext, key: str) -> None:
@@ -396,15 +424,8 @@ def _finish_half_done(store: PoolContext, key: str) -> None:
         version = newest.version
         try:
             if len({file.device for file in newest.files}) <= newest.parity:
-                version = write_new_version(
-                    store,
-                    key,
-                    MemorySource(b""),
-                    metadata={},
-                    kind=Kind.TOMBSTONE,
-                    survey=survey,
-                    revise=version,
-                    horizons=horizons,
+                version = write_tombstone(
+                    store, key, survey, revise=version, horizons=horizons
                 ).version
         except HorizonPassed as error:
             last = error
@@ -435,9 +456,6 @@ def delete_object(store: PoolContext, key: str) -> None:
     if newest.kind is Kind.TOMBSTONE:
         _finish_half_done(store, key)
         raise ObjectNotFound(f"no object {key!r}", key=key)
-    columns = write_new_version(
-        store, key, MemorySource(b""), metadata={}, kind=Kind.TOMBSTONE, survey=survey
-    )
-    older = [f for f in survey.files if f.name.version < columns.version]
-    remove_files(store, key, [*older, *columns.superseded])
+    columns = write_tombstone(store, key, survey)
+    remove_replaced(store, key, survey, columns)
     store.deleted.append((columns.version.counter, key))
