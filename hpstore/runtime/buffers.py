@@ -35,10 +35,7 @@ def aligned_array(nbytes: int, *, populate: bool = False) -> Bytes:
     """
     length = round_up(max(nbytes, 1), HUGE_BYTES if nbytes >= HUGE_BYTES else mmap.PAGESIZE)
     memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    array = np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
-    if nbytes >= HUGE_BYTES:
-        with contextlib.suppress(OSError):  # a kernel without huge pages: 4 KiB ones then
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    array = _array_in(memory, nbytes)
     if populate:
         touch(array)
     return array
@@ -57,12 +54,17 @@ def shared_array(nbytes: int) -> tuple[Bytes, int]:
     except BaseException:
         os.close(descriptor)
         raise
-    array = np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
-    if nbytes >= HUGE_BYTES:
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    array = _array_in(memory, nbytes)
     touch(array)
     return array, descriptor
+
+
+def _array_in(memory: mmap.mmap, nbytes: int) -> Bytes:
+    """The first bytes of mapped memory, in huge pages where there are enough of them."""
+    if nbytes >= HUGE_BYTES:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: 4 KiB ones then
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, nbytes) if nbytes else np.empty(0, np.uint8)
 
 
 def touch(array: Bytes) -> None:

@@ -68,20 +68,14 @@ def read_compressed(
     step = np.arange(len(record)) - np.repeat(np.cumsum(count + 1) - count - 1, count + 1)
     page = first[record] + step
     wanted = np.unique(page)
-    scratch = np.empty(stream.unit_bytes, np.uint8)
     order = np.argsort(page, kind="stable")
     bounds = [*np.searchsorted(page[order], wanted, "left").tolist(), len(order)]
-    for at in range(0, len(wanted), CHUNK_PAGES):
-        chunk = wanted[at : at + CHUNK_PAGES]
-        for index, stored in enumerate(_read_pages(open_shard, pages, chunk)):
-            number = int(chunk[index])
-            low = int(pages.start[number])
-            raw = scratch[: int(pages.length[number])]
-            _decode(stream, pages, number, stored, raw)
-            for row in record[order[bounds[at + index] : bounds[at + index + 1]]].tolist():
-                a, b = max(int(places.start[row]), low), min(int(end[row]), low + len(raw))
-                to = int(position[row]) + a - int(places.start[row])
-                out[to : to + b - a] = raw[a - low : b - low]
+    for index, (number, raw) in enumerate(_decoded(open_shard, stream, pages, wanted)):
+        low = int(pages.start[number])
+        for row in record[order[bounds[index] : bounds[index + 1]]].tolist():
+            a, b = max(int(places.start[row]), low), min(int(end[row]), low + len(raw))
+            to = int(position[row]) + a - int(places.start[row])
+            out[to : to + b - a] = raw[a - low : b - low]
     stops = (position[:-1] + places.length).tolist()
     return [out[a:b] for a, b in zip(position[:-1].tolist(), stops, strict=True)]
 
@@ -96,17 +90,25 @@ def page_pieces(
     shard, start, length = int(place.shard[0]), int(place.start[0]), int(place.length[0])
     before, unit = int(stream.page_starts[shard]), stream.unit_bytes
     wanted = np.arange(before + start // unit, before + (start + length - 1) // unit + 1)
-    scratch = np.empty(unit, np.uint8)
-    for at in range(0, len(wanted), CHUNK_PAGES):
-        chunk = wanted[at : at + CHUNK_PAGES]
+    for number, raw in _decoded(open_shard, stream, pages, wanted):
+        low = int(pages.start[number])
+        first, last = max(start, low), min(start + length, low + len(raw))
+        yield first, raw[first - low : last - low]
+
+
+def _decoded(
+    open_shard: Callable[[int], PooledReader], stream: Stream, pages: PageTable, numbers: Int64s
+) -> Iterator[tuple[int, Bytes]]:
+    """Compressed pages in ascending order, and their bytes, good until the next is asked for."""
+    scratch = np.empty(stream.unit_bytes, np.uint8)
+    for at in range(0, len(numbers), CHUNK_PAGES):
+        chunk = numbers[at : at + CHUNK_PAGES]
         for number, stored in zip(
             chunk.tolist(), _read_pages(open_shard, pages, chunk), strict=True
         ):
-            low = int(pages.start[number])
             raw = scratch[: int(pages.length[number])]
             _decode(stream, pages, number, stored, raw)
-            first, last = max(start, low), min(start + length, low + len(raw))
-            yield first, raw[first - low : last - low]
+            yield number, raw
 
 
 def read_pages(
@@ -123,16 +125,9 @@ def read_pages(
     the calling thread. Raises TooManyErasures, IntegrityError; what has arrived stays.
     """
     if stream.compression:
-        for at in range(0, len(numbers), CHUNK_PAGES):
-            chunk = numbers[at : at + CHUNK_PAGES]
-            scratch = np.empty(stream.unit_bytes, np.uint8)
-            for page, stored in zip(
-                chunk.tolist(), _read_pages(open_shard, pages, chunk), strict=True
-            ):
-                raw = scratch[: int(pages.length[page])]
-                _decode(stream, pages, page, stored, raw)
-                _fill(target(page), raw, 0)
-                arrived(page)
+        for page, raw in _decoded(open_shard, stream, pages, numbers):
+            _fill(target(page), raw, 0)
+            arrived(page)
         return
     for shard in np.unique(pages.shard[numbers]).tolist():
         mine = numbers[pages.shard[numbers] == shard]

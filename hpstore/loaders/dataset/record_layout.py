@@ -114,14 +114,19 @@ def stride_of(length: int, alignment: int) -> int:
     return round_up(length, ALIGNMENT_BYTES if length >= LARGE_RECORD_BYTES else alignment)
 
 
+def _allowed_units(limit: int) -> tuple[list[int], int]:
+    """Pages of at most `limit` bytes, ascending, and the one to prefer."""
+    allowed = [unit for unit in UNIT_CHOICES if unit <= limit] or [UNIT_CHOICES[0]]
+    return allowed, min(UNIT_BYTES, allowed[-1])
+
+
 def choose_unit(stride: int, *, limit: int = UNIT_CHOICES[-1]) -> int:
     """Page for records of one size: 1 MiB, or the smallest above with at most 10 % padding.
 
     Records for which every page pads more: above 1 MiB they cross pages of 1 MiB, without padding;
     else the page that pads least. `limit`: the largest unit that the pool's memory allows.
     """
-    allowed = [unit for unit in UNIT_CHOICES if unit <= limit] or [UNIT_CHOICES[0]]
-    default = min(UNIT_BYTES, allowed[-1])
+    allowed, default = _allowed_units(limit)
     fitting = [unit for unit in allowed if unit >= max(stride, default)]
     for unit in fitting:
         if unit % stride <= PADDING_SHARE * unit:
@@ -133,8 +138,7 @@ def choose_unit(stride: int, *, limit: int = UNIT_CHOICES[-1]) -> int:
 
 def choose_unit_for_mean(mean: float, *, limit: int = UNIT_CHOICES[-1]) -> int:
     """Page for records of many sizes: half a record of padding a page is at most 10 %."""
-    allowed = [unit for unit in UNIT_CHOICES if unit <= limit] or [UNIT_CHOICES[0]]
-    default = min(UNIT_BYTES, allowed[-1])
+    allowed, default = _allowed_units(limit)
     for unit in allowed:
         if unit >= default and mean / 2 <= PADDING_SHARE * unit:
             return unit
