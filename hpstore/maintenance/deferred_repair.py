@@ -23,7 +23,7 @@ from hpstore.objects.read.resolve import open_object
 from hpstore.objects.survey import (
     Survey,
     VersionVerdict,
-    judge,
+    judge_by_names,
     spare_losses,
     survey_key,
     unknown_devices,
@@ -136,7 +136,7 @@ def _serves(store: PoolContext, survey: Survey) -> bool:
     if layout is None:
         return False
     unknown = unknown_devices(store.view, survey)
-    verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
+    verdict = judge_by_names(layout, unknown)
     return verdict is VersionVerdict.SERVES
 
 

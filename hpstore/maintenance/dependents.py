@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from hpstore.errors import MembershipError
 from hpstore.format.keys import OBJECTS, Kind
-from hpstore.format.records import DeviceState, Member
+from hpstore.format.records import Member
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.key_listing import walk
 from hpstore.objects.survey import (
     Layout,
     Survey,
     VersionVerdict,
-    judge,
+    judge_by_names,
     newest_by_name,
     survey_keys,
     unknown_devices,
@@ -80,8 +80,7 @@ def holds_live_files(view: View, survey: Survey, device_id: str) -> bool:
         any(file.device == device_id for file in layout.files)
         and (
             layout.kind is Kind.TOMBSTONE
-            or judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
-            is not VersionVerdict.TORN
+            or judge_by_names(layout, unknown) is not VersionVerdict.TORN
         )
         for layout in survey.layouts()
     )
@@ -96,7 +95,7 @@ def depends_on(view: View, survey: Survey, device_id: str) -> bool:
     newest = newest_by_name(view, survey)
     if newest is None:
         return False  # torn puts
-    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE} - {device_id}
+    staying = view.staying() - {device_id}
     elsewhere = [file for file in newest.files if file.device in staying]
     if newest.kind is Kind.TOMBSTONE:
         return len({file.device for file in elsewhere}) <= newest.parity

@@ -129,7 +129,7 @@ def movable(view: View, survey: Survey) -> Layout | None:
     if len(layouts) != 1 or layouts[0].kind is Kind.TOMBSTONE:
         return None
     layout = layouts[0]
-    online = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    online = view.staying()
     one_each = len(layout.files) == len(layout.columns) == layout.width
     return layout if one_each and all(f.device in online for f in layout.files) else None
 

@@ -14,7 +14,6 @@ from typing import Protocol
 
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.format.keys import Kind
-from hpstore.format.records import DeviceState
 from hpstore.maintenance.deferred_repair import Postponing, read_notes
 from hpstore.maintenance.repair_object import Repair, RepairAction, repair_object
 from hpstore.maintenance.sweep import sweep_surveyed
@@ -203,7 +202,7 @@ def needs_work(view: View, survey: Survey, usable: int) -> bool:
     if len(layouts) != 1:
         return True
     layout = layouts[0]
-    online = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    online = view.staying()
     if layout.kind is Kind.TOMBSTONE:
         return len({file.device for file in layout.files} & online) < layout.parity + 1
     devices = {file.device for file in layout.files}

@@ -126,7 +126,7 @@ def _finish_delete(store: PoolContext, survey: Survey, horizons: Mapping[str, in
     Written anew it keeps its counter and nonce: a put may have come since the survey."""
     newest = newest_by_name(store.view, survey)
     if newest is not None and newest.kind is Kind.TOMBSTONE:
-        online = {m.device_id for m in store.view.members() if m.state is DeviceState.ONLINE}
+        online = store.view.staying()
         copies = {file.device for file in newest.files} & online
         if len(copies) <= newest.parity and len(online) <= newest.parity:
             return Repair(

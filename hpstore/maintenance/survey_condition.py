@@ -17,7 +17,7 @@ from hpstore.objects.survey import (
     Layout,
     Survey,
     VersionVerdict,
-    judge,
+    judge_by_names,
     newest_by_name,
     spare_losses,
     survey_keys,
@@ -158,7 +158,7 @@ def _look(view: View, survey: Survey) -> _Short | None:
         return None
     spare = spare_losses(view, layout)
     unknown = unknown_devices(view, survey)
-    verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
+    verdict = judge_by_names(layout, unknown)
     serves = verdict is VersionVerdict.SERVES
     if serves and spare >= layout.parity:
         return None

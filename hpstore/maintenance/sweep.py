@@ -19,7 +19,7 @@ from hpstore.objects.survey import (
     Layout,
     Survey,
     VersionVerdict,
-    judge,
+    judge_by_names,
     survey_keys,
     unknown_devices,
 )
@@ -66,8 +66,7 @@ def torn_layouts(view: View, survey: Survey, before: int) -> list[Layout]:
         layout
         for layout in survey.layouts()
         if layout.version.counter < before
-        and judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
-        is VersionVerdict.TORN
+        and judge_by_names(layout, unknown) is VersionVerdict.TORN
     ]
 
 

@@ -82,6 +82,10 @@ class View:
         """Members that answered."""
         return [m for m in self.record.members if m.device_id in self.devices]
 
+    def staying(self) -> set[str]:
+        """Devices that answered and are not leaving the pool."""
+        return {m.device_id for m in self.members() if m.state is DeviceState.ONLINE}
+
 
 class Offer(NamedTuple):
     """A device that takes new columns, and its space. Made for each device by each put: a tuple."""

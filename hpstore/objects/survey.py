@@ -20,7 +20,7 @@ from hpstore.format.keys import (
     object_directory,
     parse_column_name,
 )
-from hpstore.format.records import Debt, DeviceState
+from hpstore.format.records import Debt
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.tombstones import is_blank
 
@@ -144,6 +144,12 @@ def judge(layout: Layout, *, valid: int, corrupt: int, unknown_devices: int) -> 
     return VersionVerdict.UNCLEAR if unclear else VersionVerdict.TORN
 
 
+def judge_by_names(layout: Layout, unknown_devices: int) -> VersionVerdict:
+    """As judge(), before any column was opened: all that are listed count as valid."""
+    valid = len(layout.columns)
+    return judge(layout, valid=valid, corrupt=0, unknown_devices=unknown_devices)
+
+
 def unknown_devices(view: View, survey: Survey) -> int:
     """How many columns may hide on devices that did not answer, and on those that were evicted and
     not made up for by a rebuild since: one on each, as far as `spread` bounds a domain's."""
@@ -156,8 +162,7 @@ def newest_by_name(view: View, survey: Survey) -> Layout | None:
     for layout in survey.layouts():
         if layout.kind is Kind.TOMBSTONE:
             return layout
-        columns = len(layout.columns)
-        verdict = judge(layout, valid=columns, corrupt=0, unknown_devices=unknown)
+        verdict = judge_by_names(layout, unknown)
         if verdict is not VersionVerdict.TORN:
             return layout
     return None
@@ -165,7 +170,7 @@ def newest_by_name(view: View, survey: Survey) -> Layout | None:
 
 def spare_losses(view: View, layout: Layout) -> int:
     """Further losses that a layout survives, by names, not counting devices that are leaving."""
-    staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+    staying = view.staying()
     files = [file for file in layout.files if file.device in staying]
     held = min(len({file.name.column for file in files}), len({file.device for file in files}))
     return held - (1 if layout.kind is not Kind.COLUMN else layout.data)
@@ -178,7 +183,7 @@ def staying_first(view: View, files: list[ColumnFile]) -> deque[ColumnFile]:
     it can read, so that two repairs at once do not each remove what the other one keeps.
     """
     if len(files) > 1:
-        staying = {m.device_id for m in view.members() if m.state is DeviceState.ONLINE}
+        staying = view.staying()
         files = sorted(files, key=lambda file: (file.device not in staying, file.device))
     return deque(files)
 
@@ -356,7 +361,7 @@ def with_debts(
 
 def _in_doubt(view: View, survey: Survey, layout: Layout) -> bool:
     unknown = unknown_devices(view, survey)
-    verdict = judge(layout, valid=len(layout.columns), corrupt=0, unknown_devices=unknown)
+    verdict = judge_by_names(layout, unknown)
     return verdict is VersionVerdict.UNCLEAR
 
 

@@ -11,7 +11,13 @@ from hpstore.errors import ConfigError
 from hpstore.format.keys import ContentId, Kind
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.object_info import version_token
-from hpstore.objects.survey import Layout, VersionVerdict, judge, stable_survey, unknown_devices
+from hpstore.objects.survey import (
+    Layout,
+    VersionVerdict,
+    judge_by_names,
+    stable_survey,
+    unknown_devices,
+)
 from hpstore.objects.survey_limits import may_be_older, require_known
 
 
@@ -87,8 +93,7 @@ def key_versions(store: PoolContext, key: str) -> list[VersionInfo]:
 def _standing(layout: Layout, unknown: int) -> VersionStanding:
     if layout.kind is Kind.TOMBSTONE:
         return VersionStanding.DELETED
-    columns = len(layout.columns)
-    return _STANDINGS[judge(layout, valid=columns, corrupt=0, unknown_devices=unknown)]
+    return _STANDINGS[judge_by_names(layout, unknown)]
 
 
 def parse_token(text: str) -> ContentId:

@@ -134,7 +134,7 @@ def _falls_back(exchange: Exchange) -> None:
         verdict = before(*args, **named)
         return VersionVerdict.TORN if verdict is VersionVerdict.UNCLEAR else verdict
 
-    for module in (survey, resolve, sweep):
+    for module in (survey, resolve):  # others call survey's judge_by_names
         exchange(module, "judge", judge)
 
 
