@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 
 from hpstore.devices.confined_names import is_foreign, open_beneath, rename_beneath
 from hpstore.devices.file_handles import allocate, is_full, temporary_path, unlock_and_close
+from hpstore.devices.file_modes import make_directory
 from hpstore.devices.reserve import SPARE_BYTES, Spares, plan_spares
-from hpstore.devices.sharing import make_directory
 
 BALLAST = "ballast"
 _FILE, _DIRECTORY = "file-", "directory-"

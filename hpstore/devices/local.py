@@ -38,12 +38,12 @@ from hpstore.devices.file_handles import (
     temporary_path,
     unlock_and_close,
 )
+from hpstore.devices.file_modes import share_root, widen_directory
 from hpstore.devices.holds import LocalHold, hold_range, make_registers
 from hpstore.devices.local_files import LocalFiles
 from hpstore.devices.o_direct import statx_alignment
 from hpstore.devices.probe_reads import read_last_page, some_file, stopped_writing
 from hpstore.devices.reserve import RECORD_SPARES, SPARE_BYTES
-from hpstore.devices.sharing import share_root, widen_directory
 from hpstore.errors import DeviceDenied, DeviceError, DeviceReadOnly, LockTimeout
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.keys import OBJECTS

@@ -14,8 +14,8 @@ from hpstore.devices.base import DirectoryEntry, Stamp
 from hpstore.devices.confined_names import open_beneath, parent_beneath, rename_beneath
 from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.file_handles import gone, is_full, open_root, raise_local_error
+from hpstore.devices.file_modes import Modes, make_directory, modes_on
 from hpstore.devices.local_counters import LocalCounters
-from hpstore.devices.sharing import Modes, make_directory, modes_on
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.keys import OBJECTS

@@ -19,7 +19,7 @@ import torch.utils.data
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
 from hpstore.loaders.batching.worker_states import WorkerStates
-from hpstore.loaders.sampling.drawing import random_state, set_random_state
+from hpstore.loaders.sampling.random_states import random_state, set_random_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SIZES = (13, 4, 9)  # of the parts of the workers: the second ends with a whole batch, long before

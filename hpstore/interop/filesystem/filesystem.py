@@ -25,10 +25,10 @@ from hpstore.interop.filesystem.file_streams import (
     UpdateStream,
     WriteStream,
 )
-from hpstore.interop.filesystem.listing import PoolListing
 from hpstore.interop.filesystem.move_plan import Selection, plan_move
 from hpstore.interop.filesystem.open_pools import Mount
 from hpstore.interop.filesystem.paths import ParsedPath
+from hpstore.interop.filesystem.pool_directories import PoolListing
 from hpstore.interop.filesystem.small_files import Pairs, SmallFiles
 from hpstore.interop.filesystem.write_buffer import Spool
 from hpstore.interop.parallel_calls import keys_there, read_ranges, read_slice

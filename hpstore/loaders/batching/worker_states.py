@@ -17,7 +17,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.served import Served
-from hpstore.loaders.sampling.drawing import random_state, set_random_state
+from hpstore.loaders.sampling.random_states import random_state, set_random_state
 
 SAMPLER, DATASET, FETCHER = "sampler_random", "dataset_state", "fetcher_state"
 SNAPSHOT, WORKERS, LAST = "_snapshot", "_worker_snapshots", "_last_yielded_worker_id"
