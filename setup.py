@@ -11,9 +11,14 @@ NONTEMPORAL = Extension(
     optional=True,
 )
 
+_POLICY = "hpstore/loaders/policy"
 DIRECTORIES = Extension(
     "hpstore._directories",
-    ["hpstore/loaders/policy/directories.c"],
+    [
+        f"{_POLICY}/{name}.c"
+        for name in ("directories", "queue_rules", "adaptive_rules", "counted_rules")
+    ],
+    depends=[f"{_POLICY}/directories.h"],
     extra_compile_args=["-O3"],
     optional=True,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -32,9 +33,8 @@ def in_python(rule: Rule, room: int) -> Callable[[int], bool]:
         return StaticPolicy(room).request
     if rule.name == "phase":
         return PhasePolicy(room, lambda b: float(WAITS[SEEN[b]]), margin=MARGIN).request
-    pace = np.log(2) / (rule.half_life * BLOCKS)
-    margin = 0.0 if rule.fresh else MARGIN
-    return CountPolicy(room, pace=float(pace), margin=margin, fresh=rule.fresh).request
+    growth = rule.growth(BLOCKS)
+    return CountPolicy(room, growth=growth, margin=math.exp(MARGIN), fresh=rule.fresh).request
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)

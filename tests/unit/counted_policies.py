@@ -1,7 +1,7 @@
 """Policies that count requests of all blocks, resident or not, and those that know epochs.
 
 Forward decay (G. Cormode, V. Shkapenyuk, D. Srivastava, B. Xu, "Forward decay", ICDE 2009): a
-request at time t weighs 2**(t / H), for ever; only the sum's logarithm is kept. So nothing ages.
+request at time t weighs 2**(t / H), for ever. So nothing ages.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ _DRAWN = 8  # residents looked at for one that leaves
 class CountPolicy:
     """The block with the least faded count leaves.
 
-    A newcomer is judged by its count before this request, and must be `margin` better: a scan then
-    does not displace what was asked for before. `fresh`: by its count now, and an equal one is let
-    in, which follows a moving working set. `pace`: fading a request, ln; 0 counts for ever.
+    A newcomer is judged by its count before this request, and must be `margin` times better: a scan
+    then does not displace what was asked for before. `fresh`: by its count now, and an equal one is
+    let in, which follows a moving working set. `growth`: what a request weighs, the one before it
+    being 1; 1 counts for ever.
     """
 
-    def __init__(self, capacity: int, *, pace: float, margin: float, fresh: bool) -> None:
-        self._capacity, self._pace, self._margin, self._fresh = capacity, pace, margin, fresh
-        self._made = 0
+    def __init__(self, capacity: int, *, growth: float, margin: float, fresh: bool) -> None:
+        self._capacity, self._growth, self._margin, self._fresh = capacity, growth, margin, fresh
+        self._weight = 1.0
         self._keys: dict[int, float] = {}
         self._order: list[int] = []  # a heap of residents
         self._place: dict[int, int] = {}
 
     def request(self, block: int) -> bool:
         """Whether it hits."""
-        self._made += 1
-        now, before = self._made * self._pace, self._keys.get(block, -math.inf)
-        self._keys[block] = now if before == -math.inf else now + math.log1p(math.exp(before - now))
+        self._weight *= self._growth
+        before = self._keys.get(block, 0.0)
+        self._keys[block] = before + self._weight
         if block in self._place:
             self._sift_down(self._place[block])
             return True
         if len(self._order) >= self._capacity:
             least = self._keys[self._order[0]]
-            worse = self._keys[block] < least if self._fresh else before <= least + self._margin
+            worse = self._keys[block] < least if self._fresh else before <= least * self._margin
             if worse:
                 return False
             del self._place[self._order[0]]

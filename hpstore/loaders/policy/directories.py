@@ -25,6 +25,7 @@ _LIBRARY = "hpstore._directories"  # of directories.c; an extension to be instal
 KINDS = ("LRU", "LFU", "ARC", "LIRS", "S3-FIFO", "SIEVE", "W-TinyLFU", "2Q", "count", "static")
 """As the library numbers them; PHASE_KIND follows."""
 
+COUNT_KIND = KINDS.index("count")
 PHASE_KIND = len(KINDS)
 MARGIN = 0.3 * math.log(2)
 """By how much, ln of requests, a newcomer must be better than what it displaces."""
@@ -43,6 +44,10 @@ class Rule:
     kind: int
     half_life: float = math.inf
     fresh: bool = False
+
+    def growth(self, blocks: int) -> float:
+        """By how much more a request weighs than the one before it: counts that fade."""
+        return 2.0 ** (1 / (self.half_life * blocks))
 
 
 RULES = (
@@ -87,13 +92,11 @@ class Directories:
         self.left: Int32s = np.empty(0, np.int32)
         self._waits: Floats = np.zeros(256, np.float32)
         self._alive = (seen, names)  # the library reads them
-        pace = [
-            0.0 if math.isinf(r.half_life) else math.log(2) / (r.half_life * blocks) for r in rules
-        ]
+        growths = [rule.growth(blocks) for rule in rules]
         arrays = (
             np.array([rule.kind for rule in rules], np.int32),
-            np.array(pace, np.float64),
-            np.array([0.0 if rule.fresh else MARGIN for rule in rules], np.float64),
+            np.array(growths, np.float64),
+            np.array([math.exp(MARGIN) if r.kind == COUNT_KIND else MARGIN for r in rules]),
             np.array([rule.fresh for rule in rules], np.int32),
             self.masks,
             seen,
@@ -103,18 +106,19 @@ class Directories:
             0 if names is None else names.ctypes.data
         ]
         self._library = library
-        self._handle = library.hpstore_directories_begin_1(
+        self._handle = library.hpstore_directories_begin_2(
             len(rules), blocks, capacity, *map(ctypes.c_void_p, places)
         )
         if not self._handle:
             raise MemoryError(f"{len(rules)} directories of {blocks} blocks")
         handle = ctypes.c_void_p(self._handle)
-        self._finalizer = weakref.finalize(self, library.hpstore_directories_free_1, handle)
+        self._finalizer = weakref.finalize(self, library.hpstore_directories_free_2, handle)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return 2 * self.blocks + sum(
+        counted = {rule.half_life for rule in self.rules if rule.kind == COUNT_KIND}
+        return (2 + 8 * len(counted)) * self.blocks + sum(
             _bytes_of(rule.kind) * self.blocks + _room_of(rule.kind) * self.capacity
             for rule in self.rules
         )
@@ -129,7 +133,7 @@ class Directories:
             self._waits[:] = waits
         found: UInt16s = np.empty(len(blocks), np.uint16)
         left: Int32s = np.empty(len(blocks), np.int32)
-        count = self._library.hpstore_directories_request_1(
+        count = self._library.hpstore_directories_request_2(
             ctypes.c_void_p(self._handle),
             ctypes.c_void_p(blocks.ctypes.data),
             ctypes.c_int64(len(blocks)),
@@ -143,8 +147,8 @@ class Directories:
 
 
 def _bytes_of(kind: int) -> int:
-    """Of a block, in the library: links and states, or keys and places."""
-    return {1: 12, 3: 17, 4: 10, 6: 10, 8: 12, 9: 1, PHASE_KIND: 4}.get(kind, 9)
+    """Of a block, in the library: links and states, or places; keys of counts are shared."""
+    return {1: 12, 3: 17, 4: 10, 6: 10, COUNT_KIND: 4, 9: 1, PHASE_KIND: 4}.get(kind, 9)
 
 
 def _room_of(kind: int) -> int:
@@ -160,9 +164,9 @@ def installed() -> ctypes.CDLL | None:
         if spec is None or spec.origin is None:
             raise OSError("it was not built")
         library = ctypes.CDLL(spec.origin)
-        library.hpstore_directories_begin_1.restype = ctypes.c_void_p
-        library.hpstore_directories_request_1.restype = ctypes.c_int64
-        library.hpstore_directories_free_1.restype = None
+        library.hpstore_directories_begin_2.restype = ctypes.c_void_p
+        library.hpstore_directories_request_2.restype = ctypes.c_int64
+        library.hpstore_directories_free_2.restype = None
     except (OSError, AttributeError) as error:
         _log.warning(
             "hpstore's cache policy runs on counts alone, with fewer hits where the order is not "
