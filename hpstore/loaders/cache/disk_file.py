@@ -21,6 +21,7 @@ import xxhash
 from hpstore.codec.galois import Bytes
 from hpstore.devices.o_direct import set_direct
 from hpstore.loaders.cache.block_source import BlockSource, Sizes, sizes_of
+from hpstore.loaders.cache.own_files import open_own
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing
@@ -49,10 +50,10 @@ class DiskFile(Closing):
         self._seed = xxhash.xxh3_64_intdigest(source.identity.encode())
         self._starts = _starts(source.sizes, source.block_count)
         self._end = self._place(self.block_count)
-        self._blocks = os.open(f"{stem}.blocks", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._blocks = open_own(f"{stem}.blocks")
         self._table = -1
         try:
-            self._table = os.open(f"{stem}.table", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._table = open_own(f"{stem}.table")
             self.checks = self._load(_header(source))
             self.direct = _try_direct(self._blocks)
         except BaseException:

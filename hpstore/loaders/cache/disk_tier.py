@@ -29,6 +29,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.cache.block_source import BlockSource, sizes_of
 from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.disk_file import PLACE_BYTES, DiskFile, places, punch
+from hpstore.loaders.cache.own_files import new_own, open_lock
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.scheduler import Scheduler
@@ -386,7 +387,7 @@ def _claim(path: str) -> int:
     """Hold the path's lock; the descriptor. Raises ConfigError, naming who holds it."""
     try:
         os.makedirs(path, mode=0o700, exist_ok=True)
-        fd = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_lock(os.path.join(path, LOCK))
     except OSError as error:
         raise ConfigError(f"disk_path {path} is not usable: {error.strerror}") from error
     try:
@@ -416,7 +417,7 @@ def _holder(raw: bytes) -> str:
 def _try_out(path: str) -> None:
     """Do once what will be done later. Raises OSError."""
     file = os.path.join(path, "hpstore-cache.try")
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = new_own(file)
     try:
         os.pwrite(fd, b"\0" * PLACE_BYTES, 0)
         punch(fd, 0, PLACE_BYTES)

@@ -13,6 +13,7 @@ from hpstore.errors import MalformedFile
 from hpstore.format.numpy_files import npz_arrays
 from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.disk_tier import DiskPart
+from hpstore.loaders.cache.own_files import is_own, new_own
 from hpstore.loaders.cache.policy_interface import Arrays
 
 _log = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ def save_learned(part: DiskPart, identity: str, arrays: Arrays, tally: CacheTall
     raw = io.BytesIO()
     np.savez(raw, allow_pickle=False, **{_IDENTITY: np.array(identity)}, **dict(arrays))
     try:
-        with open(path + ".new", "wb") as file:
+        with open(new_own(path + ".new"), "wb") as file:
             file.write(raw.getbuffer())
         os.replace(path + ".new", path)
         tally.add(learned_saved_total=1)
@@ -40,6 +41,8 @@ def load_learned(part: DiskPart, identity: str, tally: CacheTally) -> Arrays | N
     """
     path = f"{part.file.stem}.learned.npz"
     try:
+        if os.path.lexists(path) and not is_own(path):
+            raise MalformedFile(f"{path} is not a file of this user alone")
         arrays = npz_arrays(Path(path))
     except FileNotFoundError:
         return None
