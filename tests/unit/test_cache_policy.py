@@ -289,6 +289,20 @@ def test_mistakes_are_named_and_change_nothing() -> None:
         simulate([1, 2], 1, jobs=[0])
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300, 1e18])
+@pytest.mark.parametrize("name", ["learner_keys", "learner_clock"])
+def test_counts_that_cannot_be_are_refused(name: str, value: float) -> None:
+    """Of what is not a number nothing is ever let in, and it would be saved again at the end."""
+    policy = CachePolicy(1, 50, 10)
+    for _ in range(20):
+        policy.access(0, np.arange(30))
+    arrays = policy.state_arrays()
+    CachePolicy(1, 50, 10).restore(arrays)
+    arrays[name] = np.full(arrays[name].shape, value)
+    with pytest.raises(ConfigError, match="counts of a saved cache policy cannot be"):
+        CachePolicy(1, 50, 10).restore(arrays)
+
+
 def test_empty_batches_and_data_never_foretold_cost_nothing() -> None:
     """Nothing asked, nothing known: no plan, no warning, infinite expected use."""
     policy = CachePolicy(1, 4, 2)

@@ -47,7 +47,7 @@ class Rule:
 
     def growth(self, blocks: int) -> float:
         """By how much more a request weighs than the one before it: counts that fade."""
-        return 2.0 ** (1 / (self.half_life * blocks))
+        return math.exp2(1 / (self.half_life * blocks))
 
 
 RULES = (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 
 from hpstore.loaders.policy.block_stats import Table
 from hpstore.loaders.policy.cache_plan import Floats, Int64s
@@ -19,6 +20,8 @@ HALF_LIFE = 4.0
 
 _FADING = math.log(2) / HALF_LIFE
 _REBASE = 2048.0  # above this float32 no longer separates requests of one batch
+_MOST_EPOCHS = 1e12  # beyond it an epoch would not move the clock
+_MOST_ABOVE = 64.0  # ln of requests that were made at once
 
 
 class Learner:
@@ -70,3 +73,14 @@ class Learner:
     def _now(self) -> float:
         """The key that one request of this moment has."""
         return self.epochs * _FADING - self._base
+
+
+def usable_keys(keys: npt.NDArray[np.generic], clock: npt.NDArray[np.generic]) -> bool:
+    """Whether saved keys are of a time that can be: from others no block would be let in, for ever,
+    as what is not a number stays none."""
+    epochs, base = map(float, clock.astype(np.float64))
+    now = epochs * _FADING - base
+    if not 0 <= epochs < _MOST_EPOCHS or not -1 <= now <= 2 * _REBASE:  # nor for NaN
+        return False
+    latest = float(np.max(keys.astype(np.float64), initial=-np.inf))  # NaN if one is
+    return latest <= now + _MOST_ABOVE

@@ -15,7 +15,7 @@ from hpstore.loaders.policy.cache_plan import Bools, Floats, Int32s, Int64s
 from hpstore.loaders.policy.directories import MARGIN, PHASE, RULES, installed
 from hpstore.loaders.policy.epoch_bits import JOBS, EpochBits
 from hpstore.loaders.policy.expert_choice import APART, ExpertChoice, usable
-from hpstore.loaders.policy.frequency import Learner
+from hpstore.loaders.policy.frequency import Learner, usable_keys
 from hpstore.loaders.policy.known_order import NEVER, Future
 from hpstore.loaders.policy.resident_set import EXACT
 from hpstore.loaders.policy.sampler_lookahead import Drawn
@@ -206,6 +206,8 @@ class Outlook:
         if chosen and not usable(arrays["choice_numbers"]):
             raise ConfigError("the leader of a saved cache policy cannot be: start without it")
 
+        if not usable_keys(arrays["learner_keys"], arrays["learner_clock"]):
+            raise ConfigError("the counts of a saved cache policy cannot be: start without it")
         least = {"rates": 0, "made": 0, "phases_made": 0, "phases_length": 0, "period": 1}
         for name, low in least.items():
             values = arrays[name].astype(np.float64)
