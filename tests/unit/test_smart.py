@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.health.forecast.disk_record import append
+from hpstore.health.forecast.drive_stats import BadRows
+from hpstore.health.forecast.this_machine import recorded
 from hpstore.health.smart.counters import INDEX, SPEC_FLAG
 from hpstore.health.smart.readout import (
     Readout,
@@ -192,6 +195,23 @@ def test_what_a_drive_says_of_itself_can_be_written_down() -> None:
     assert (found.serial, found.model) == ("WD?1", "?")
     asleep = smartctl(2, {"smartctl": {"messages": [{"string": "odd \udcff"}]}})
     assert asleep.problem.encode()
+
+
+def test_a_hostile_name_does_not_spoil_the_record_or_the_screen(tmp_path: Path) -> None:
+    """Lines, escapes and megabytes in a serial number: the row of a day is found again, so that it
+    is written once, and all of the record is read."""
+    record = str(tmp_path / "record.csv")
+    names = ("S\n2018-01-01,T,M,1,0", "\x1b[2J\x07S", "a\0b", 'S"x,"y', "S" * 3_000_000, "\udcff")
+    readings = [smartctl(0, {**ATA, "serial_number": name, "model_name": name}) for name in names]
+    for _ in range(2):
+        append(record, 736_695, readings)
+    bad = BadRows()
+    found = recorded(record, bad)
+    assert not bad.count
+    assert sorted(found) == sorted({reading.serial for reading in readings})
+    assert all(len(disk.days) == 1 and disk.serial.isprintable() for disk in found.values())
+    rows = Path(record).read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 1 + len(names)
 
 
 def test_answers_of_any_shape_are_survived() -> None:

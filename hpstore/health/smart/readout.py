@@ -22,6 +22,9 @@ from hpstore.runtime.subprocesses import output_of
 
 TIMEOUT_SECONDS = 20.0  # a sleeping SATA disk was seen to take 1.6 s
 _MAX_OUTPUT_BYTES = 4 << 20
+_MOST_CHARACTERS = 128  # ATA and NVMe give 20 of a serial number and 40 of a model
+_MOST_SAID = 200  # of an error
+_MOST_BYTES = 1 << 62  # of a disk
 _ASLEEP_STATUS = 3  # asked for with -n: no other outcome has it
 # bits of smartctl's exit status
 _BAD_COMMAND, _NOT_OPENED, _COMMAND_FAILED = 1, 2, 4
@@ -179,7 +182,7 @@ def _call(command: Sequence[str], timeout_seconds: float) -> tuple[int | None, s
 def parse_smartctl(device: str, status: int, text: str) -> SmartReading:
     """A reading from smartctl's exit status and JSON. Pure."""
     body = _json(text)
-    said = " ".join(_messages(body)) or " ".join(text.split())[:200]
+    said = " ".join(_messages(body)) or _text(" ".join(text.split()), _MOST_SAID)
     if status == _ASLEEP_STATUS or (status & _NOT_OPENED and _sleeps(said)):
         return SmartReading(device=device, readout=Readout.ASLEEP, problem="it sleeps; not woken")
     if status & (_BAD_COMMAND | _NOT_OPENED) or not body:
@@ -214,7 +217,9 @@ def _take_ata(body: Mapping[str, Json], found: _Found) -> None:
             continue
         found.put(f"smart_{row.get('id')}", _table(row, "raw").get("value"))
         if row.get("when_failed") == "now" and _table(row, "flags").get("prefailure") is True:
-            found.flags.append(f"attribute {row.get('id')} ({row.get('name')}) is at its threshold")
+            found.flags.append(
+                f"attribute {_text(row.get('id'))} ({_text(row.get('name'))}) is at its threshold"
+            )
     # the raw temperature packs highest and lowest values; the decoded one is what is meant
     found.put("smart_194", _table(body, "temperature").get("current"))
     if not math.isnan(found.values[INDEX["smart_9"]]):
@@ -225,7 +230,7 @@ def parse_nvme(device: str, status: int, text: str, *, identity: str = "") -> Sm
     """A reading from `nvme smart-log` and `nvme id-ctrl`. Pure."""
     log = _json(text)
     if status or not log:
-        said = " ".join(text.split())[:200]
+        said = _text(" ".join(text.split()), _MOST_SAID)
         forbidden = "ermission denied" in said or "not permitted" in said
         return SmartReading(
             device=device,
@@ -274,16 +279,21 @@ def _reading(
         readout=Readout.OK,
         serial=_text(serial),
         model=_text(model),
-        capacity_bytes=capacity if type(capacity) is int else 0,
+        capacity_bytes=capacity if type(capacity) is int and 0 <= capacity < _MOST_BYTES else 0,
         values=tuple(found.values),
         flags=tuple(dict.fromkeys(found.flags)),
         notes=tuple(found.notes),
     )
 
 
-def _text(value: Json) -> str:
-    """What a drive says of itself, fit for every file and terminal: firmware writes odd bytes."""
-    return str(value or "").strip().encode("utf-8", "replace").decode()
+def _text(value: Json, most: int = _MOST_CHARACTERS) -> str:
+    """What a drive says of itself, fit for every file and terminal: firmware writes odd bytes.
+
+    Short, as a record with a line of a megabyte could not be read any more; and of one line, as a
+    row of it is found by that.
+    """
+    text = str(value or "").strip()[:most]
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _json(text: str) -> dict[str, Json]:
@@ -303,7 +313,7 @@ def _table(body: Mapping[str, Json], name: str) -> Mapping[str, Json]:
 def _messages(body: Mapping[str, Json]) -> list[str]:
     rows = _table(body, "smartctl").get("messages")
     return [
-        _text(row.get("string"))
+        _text(row.get("string"), _MOST_SAID)
         for row in (rows if isinstance(rows, list) else ())
         if isinstance(row, Mapping)
     ]
