@@ -134,3 +134,48 @@ def test_what_another_user_made_is_not_used(folder: Path, ending: str) -> None:
     assert found["disk_hit_total"] > 0
     assert (folder / f"{STEM}.{ending}").stat().st_uid == 0
     assert found.get("learned_refused_total", 0) == (ending == "learned.npz")
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_two_caches_on_one_path_serve_no_wrong_byte_without_the_lock(
+    folder: Path, version: int
+) -> None:
+    """Those who tidy have deleted its file under the first one: both write the same files,
+    of the same source or of a newer one with other bytes. Every byte is checked."""
+    sources = NumberedSource(COUNT, SIZE), NumberedSource(COUNT, SIZE, version=version)
+    rng = np.random.default_rng(0)
+
+    def made() -> Cache:
+        return Cache(COUNT * SIZE // 4, disk_path=folder, disk_bytes=COUNT * PLACE_BYTES)
+
+    with made() as first:
+        one = first.attach(sources[0], batch_blocks=10)
+        read_epoch(one, sources[0], rng.permutation(COUNT), 10)
+        (folder / LOCK).unlink()
+        with made() as second:
+            other = second.attach(sources[1], batch_blocks=10)
+            for _ in range(4):
+                for reader, source, cache in (
+                    (one, sources[0], first),
+                    (other, sources[1], second),
+                ):
+                    reader.begin_epoch(COUNT)
+                    read_epoch(reader, source, rng.permutation(COUNT), 10)
+                    cache.flush()
+    found = run(folder, 2)
+    assert found["disk_hit_total"] > 0
+
+
+@pytest.mark.parametrize("ending", ["blocks", "table"])
+def test_files_cut_under_a_running_cache_cost_hits_alone(folder: Path, ending: str) -> None:
+    """Truncated to nothing between two passes: no wrong byte, now and in the next run."""
+    source, rng = NumberedSource(COUNT, SIZE), np.random.default_rng(0)
+    with Cache(COUNT * SIZE // 4, disk_path=folder, disk_bytes=COUNT * PLACE_BYTES) as cache:
+        reader = cache.attach(source, batch_blocks=10)
+        for cut in (False, False, True, False):
+            if cut:
+                os.truncate(folder / f"{STEM}.{ending}", 0)
+            read_epoch(reader, source, rng.permutation(COUNT), 10)
+            cache.flush()
+        assert cache.stats().get("disk_failed_total", 0) == 0
+    assert run(folder)["disk_hit_total"] > 0
