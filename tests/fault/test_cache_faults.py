@@ -195,6 +195,29 @@ def test_a_disk_that_hangs_is_given_up_and_its_memory_left_to_it(
         assert said(caplog, "hangs") == 1
 
 
+def test_a_write_that_hangs_over_the_close_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed under it, their numbers could be those of a file that the training opens next."""
+    run = Run(tmp_path)
+    run.passes(1)
+    monkeypatch.setattr(disk_tier, "JOIN_SECONDS", 0.1)
+    entered, released = threading.Event(), threading.Event()
+    part = insides(run.cache)[0].stocks[run.source.name].disk
+    assert part is not None
+
+    def hang() -> None:
+        entered.set()
+        released.wait(PATIENCE)
+
+    part.tier.later(hang)
+    assert entered.wait(PATIENCE)
+    run.cache.close()
+    assert min(part.file._blocks, part.file._table) >= 0
+    released.set()
+    poll(PATIENCE, lambda: max(part.file._blocks, part.file._table) < 0)
+
+
 def test_two_caches_on_one_path_are_refused_with_the_holders_name(tmp_path: Path) -> None:
     """In this process and in another one; free again when the holder is killed."""
 

@@ -43,6 +43,7 @@ DEADLINE_SECONDS = 30.0  # a disk that takes longer is given up; a busy one may 
 JOIN_SECONDS = 5.0
 MARGIN = 0.1  # of ln(expected use): a block that is needed hardly sooner is not worth a write
 MOST_ERRORS = 10
+_LANE = "cache"
 Floats: TypeAlias = npt.NDArray[np.float32]
 UsesOf: TypeAlias = Callable[[Int64s], Floats]
 
@@ -175,7 +176,7 @@ class DiskTier(Closing):
             parts = [blocks] if len(blocks) else []
         else:
             parts = [blocks[at : at + step] for at in range(0, len(blocks), step)]
-        futures = [self._reads.submit("cache", partial(part.file.read, p)) for p in parts]
+        futures = [self._reads.submit(_LANE, partial(part.file.read, p)) for p in parts]
         wait(futures, DEADLINE_SECONDS)
         found: list[Bytes | None] = []
         for future, wanted in zip(futures, parts, strict=True):
@@ -198,22 +199,25 @@ class DiskTier(Closing):
 
     def later(self, call: Callable[[], None]) -> bool:
         """Run a call on the thread that writes; False when too many wait already."""
-        future = self._writes.submit("cache", call)
+        future = self._writes.submit(_LANE, call)
         return not (future.done() and future.exception() is not None)
 
     def flush(self) -> None:
         """Wait until what was given to later() is done, or the deadline has passed."""
-        wait([self._writes.submit("cache", lambda: None)], DEADLINE_SECONDS)
+        wait([self._writes.submit(_LANE, lambda: None)], DEADLINE_SECONDS)
 
     def close(self) -> None:
-        """Finish what is being written and let go of the path. Idempotent."""
+        """Finish what is being written and let go of the path. Idempotent.
+
+        Files stay open for a write that has not ended: their numbers could be another file's by the
+        time it goes on.
+        """
         self.alive = False
         if self._lock_fd < 0:
             return
-        for lane in (self._writes, self._reads):
-            lane.close(JOIN_SECONDS)
-        for part in self._parts.values():
-            part.file.close()
+        files = [part.file for part in self._parts.values()]
+        self._writes.close(JOIN_SECONDS, {_LANE: partial(_close_all, files)})
+        self._reads.close(JOIN_SECONDS)
         fd, self._lock_fd = self._lock_fd, -1
         os.close(fd)  # not an explicit unlock: a forked child's copy is its own affair
 
@@ -424,6 +428,11 @@ def _try_out(path: str) -> None:
     finally:
         os.close(fd)
         os.unlink(file)
+
+
+def _close_all(files: Sequence[DiskFile]) -> None:
+    for file in files:
+        file.close()
 
 
 def _lane(workers: int) -> Scheduler:
