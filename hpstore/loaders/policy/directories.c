@@ -101,9 +101,9 @@ panel *hpstore_directories_begin_2(int count, int32_t blocks, int32_t capacity,
         d->growth = growths[i], d->margin = margins[i], d->fresh = fresh[i];
         d->seen = seen, d->waits = waits, d->names = names;
         d->weight = 1, d->counted = d;
-        for (int j = i - 1; j >= 0 && d->kind == COUNT; j--)
+        for (int j = i - 1; j >= 0 && d->kind == COUNT && d->counted == d; j--)
             if (p->all[j].kind == COUNT && p->all[j].growth == d->growth)
-                d->counted = p->all[j].counted;
+                d->counted = p->all[j].counted, p->all[j].sharer = d;
         if (!begin(d)) {
             hpstore_directories_free_2(p);
             return NULL;
@@ -119,12 +119,15 @@ int64_t hpstore_directories_request_2(panel *p, const int64_t *blocks, int64_t c
     uint16_t *hits, int watched, int32_t *left)
 {
     p->watched = watched, p->left = left, p->room = count, p->gone = 0;
-    for (int64_t i = 0; i < count; i++) {
-        uint16_t found = 0;
-        for (int e = 0; e < p->count; e++)
-            if (phases || p->all[e].kind != PHASE)
-                found |= (uint16_t)(request(p, &p->all[e], (int32_t)blocks[i]) << e);
-        hits[i] = found;
+    memset(hits, 0, sizeof(uint16_t) * (size_t)count);
+    /* one rule after the other, so that its lists stay near; those that share keys in step */
+    for (int e = 0; e < p->count; e++) {
+        directory *first = &p->all[e];
+        if (first->counted != first || (first->kind == PHASE && !phases))
+            continue;
+        for (int64_t i = 0; i < count; i++)
+            for (directory *d = first; d; d = d->sharer)
+                hits[i] |= (uint16_t)(request(p, d, (int32_t)blocks[i]) << d->bit);
     }
     return p->gone;
 }

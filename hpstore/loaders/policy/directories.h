@@ -40,7 +40,7 @@ typedef struct directory {
     uint32_t draws;
     /* of COUNT: whose keys these are, of the first directory of this growth; what a request weighs
      * now, by how much more than the one before, and the key that its block had */
-    struct directory *counted;
+    struct directory *counted, *sharer; /* the next of these keys, or NULL */
     double weight, growth, before;
     /* of PHASE: bits of blocks, and when each pattern of bits is needed */
     const uint8_t *seen;
