@@ -1,9 +1,9 @@
-"""The two parts that are compiled; everything else about the package stands in pyproject.toml."""
+"""The three parts that are compiled; everything else about the package stands in pyproject.toml."""
 
 from setuptools import Extension, setup
 
-# called by address, from hpstore/loaders/batching/streaming_copy.py and
-# hpstore/loaders/policy/directories.py; without a C compiler the installation goes on
+# called by address, from hpstore/loaders/batching/streaming_copy.py, policy/directories.py and
+# dataset/many_ranges.py; without a C compiler the installation goes on
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
     ["hpstore/loaders/batching/streaming_copy.c"],
@@ -23,4 +23,11 @@ DIRECTORIES = Extension(
     optional=True,
 )
 
-setup(ext_modules=[NONTEMPORAL, DIRECTORIES])
+RANGES = Extension(
+    "hpstore._ranges",
+    ["hpstore/loaders/dataset/many_ranges.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+
+setup(ext_modules=[NONTEMPORAL, DIRECTORIES, RANGES])

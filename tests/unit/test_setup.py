@@ -37,6 +37,7 @@ def test_without_a_compiler_the_installation_goes_on(tmp_path: Path) -> None:
     assert built == []
     assert "hpstore._nontemporal" in said
     assert "hpstore._directories" in said
+    assert "hpstore._ranges" in said
 
 
 def compiles(compiler: str) -> bool:
@@ -54,14 +55,14 @@ def test_with_a_compiler_it_is_built_without_a_warning(tmp_path: Path) -> None:
     if not compiles("cc"):
         pytest.skip("no C compiler with the C library's headers, or not x86-64")
     _, built = build(tmp_path, CC="cc", CFLAGS="-Wall -Wextra -Werror")
-    assert [path.parent.name for path in built] == ["hpstore", "hpstore"]
+    assert [path.parent.name for path in built] == ["hpstore"] * 3
 
 
 def test_it_is_there_where_it_can_be() -> None:
     """Guards the tests that skip without it: an installation with a compiler has it."""
     if not compiles(sysconfig.get_config_var("CC") or "cc"):
         pytest.skip("no C compiler with the C library's headers, or not x86-64")
-    for name in ("hpstore._nontemporal", "hpstore._directories"):
+    for name in ("hpstore._nontemporal", "hpstore._directories", "hpstore._ranges"):
         found = importlib.util.find_spec(name)
         assert found is not None, (
             "installed before there was a compiler? rm .venv/.ready, then make"

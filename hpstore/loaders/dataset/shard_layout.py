@@ -17,7 +17,7 @@ from hpstore.loaders.dataset.record_layout import (
     FixedPlan,
     Int64s,
     Record,
-    place,
+    place_many,
     shard_capacity,
 )
 from hpstore.runtime.buffers import aligned_array
@@ -26,7 +26,7 @@ from hpstore.units import round_up
 INDEX_ENTRY_BYTES = 16  # u64 offset, u64 length
 CRC_BYTES = 4
 UInt64s = npt.NDArray[np.uint64]
-Fill = Callable[[memoryview, int, int], None]  # (payload, start, row of the batch)
+Fill = Callable[[Bytes, Int64s, int], None]  # (payload, starts, first row of the batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ class RaggedShard:
             return 0
         return index_bytes(capacity // self.record.fixed_bytes + 1, len(self.record.fixed))
 
-    def add(self, lengths: list[int], tables: Int64s, fill: Fill, first: int) -> int:
+    def add(self, lengths: Int64s, tables: Int64s, fill: Fill, first: int) -> int:
         """Append records [first, ...) of a batch until one does not fit; returns how many.
 
         `lengths`: of all records; `tables`: (rows, ragged) lengths of their values. Zero with rows
@@ -216,26 +216,28 @@ class RaggedShard:
         """
         capacity = self._capacity
         if self._buffer is None:
-            capacity = shard_capacity(capacity, self.unit_bytes, self._data, lengths[first])
+            capacity = shard_capacity(capacity, self.unit_bytes, self._data, int(lengths[first]))
             self._buffer = self.buffers.take(capacity + self._room(capacity))
-        starts = place(
+        starts = place_many(
             lengths[first:], self._cursor, capacity, self.unit_bytes, self.record.alignment
         )
-        view = self._buffer.data
-        ends = [start + lengths[first + row] for row, start in enumerate(starts)]
-        cursor = self._cursor
-        for row, start in enumerate(starts):
-            if start > cursor:
-                self._buffer[cursor:start] = 0
-            if self.record.has_gaps:
-                self._buffer[start : ends[row]] = 0
-            fill(view, start, first + row)
-            cursor = ends[row]
-        self._cursor = max(cursor, starts[-1] + 1 if starts else 0)
-        self._starts += starts
-        self._checksums += record_checksums(view, starts, ends)
-        self._lengths.append(tables[first : first + len(starts)])
-        return len(starts)
+        count = len(starts)
+        if not count:
+            return 0
+        ends = starts + lengths[first : first + count]
+        before = np.concatenate([[self._cursor], ends[:-1]])
+        for row in np.flatnonzero(starts > before).tolist():
+            self._buffer[before[row] : starts[row]] = 0
+        begins, stops = starts.tolist(), ends.tolist()
+        if self.record.has_gaps:
+            for start, stop in zip(begins, stops, strict=True):
+                self._buffer[start:stop] = 0
+        fill(self._buffer, starts, first)
+        self._cursor = max(stops[-1], begins[-1] + 1)
+        self._starts += begins
+        self._checksums += record_checksums(self._buffer.data, begins, stops)
+        self._lengths.append(tables[first : first + count])
+        return count
 
     def take(self, *, last: bool) -> FullShard:
         """The shard with what is in it now, whole stripes unless it is the `last`."""

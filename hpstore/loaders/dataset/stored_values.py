@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
-
-NOTHING: Bytes = np.empty(0, np.uint8)
+from hpstore.loaders.dataset.value_rows import ValueRows, joined_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +21,7 @@ class StoredValues:
     """
 
     text: bool
-    rows: list[Bytes]
+    rows: ValueRows
     there: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
@@ -37,8 +35,7 @@ class StoredValues:
     def taken(self, rows: npt.NDArray[np.int64]) -> StoredValues:
         """These rows, in this order."""
         there = None if self.there is None else self.there[rows]
-        found = self.rows
-        return StoredValues(text=self.text, rows=[found[i] for i in rows.tolist()], there=there)
+        return StoredValues(text=self.text, rows=self.rows.taken(rows), there=there)
 
     def value(self, row: int) -> object:
         """The value as Python has it."""
@@ -60,20 +57,18 @@ def stored_values(
     text: bool,
     there: npt.NDArray[np.bool_] | None = None,
 ) -> StoredValues | None:
-    """Views of the values that lie back to back; None where one is longer than a field may have."""
-    if len(offsets) > 1 and int(np.diff(offsets).max()) > MAX_VALUE_BYTES:
+    """Values that lie back to back; None where one is longer than a field may have."""
+    lengths = np.diff(offsets)
+    if int(lengths.max(initial=0)) > MAX_VALUE_BYTES:
         return None
-    ends = offsets.tolist()
-    rows = [flat[a:b] for a, b in pairwise(ends)]
     if there is not None:
-        for row in np.flatnonzero(~there).tolist():
-            rows[row] = NOTHING
-    return StoredValues(text=text, rows=rows, there=there)
+        lengths[~there] = 0
+    return StoredValues(text=text, rows=ValueRows.of(flat, offsets[:-1], lengths), there=there)
 
 
 def joined_values(parts: Sequence[StoredValues]) -> StoredValues:
     """All of them, one after another; of one kind."""
-    rows = [row for part in parts for row in part.rows]
+    rows = joined_rows([part.rows for part in parts])
     if all(part.there is None for part in parts):
         return StoredValues(text=parts[0].text, rows=rows)
     there = [np.ones(len(p), np.bool_) if p.there is None else p.there for p in parts]

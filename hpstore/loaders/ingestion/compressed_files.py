@@ -22,12 +22,34 @@ STREAM_ERRORS = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 _PIECE_BYTES = 1 << 20
 
 
+class FilePosition:
+    """How far the file is that is read now; of a compressed one in its stored bytes."""
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._last = 0
+
+    def follow(self, file: IO[bytes]) -> None:
+        """This file is read from now on."""
+        self._file, self._last = file, 0
+
+    def tell(self) -> int:
+        """Bytes read so far, with what lies in buffers; of a closed file, those at the last call.
+        Called by the thread that reads."""
+        if self._file is not None:
+            with contextlib.suppress(OSError, ValueError):  # closed, or no file that knows
+                self._last = self._file.tell()
+        return self._last
+
+
 @contextmanager
-def decompressed(file: SourceFile) -> Iterator[IO[bytes]]:
+def decompressed(file: SourceFile, position: FilePosition | None = None) -> Iterator[IO[bytes]]:
     """The bytes that a file holds, to be read forward. Raises ConfigError where zstd needs pyarrow;
-    reading raises STREAM_ERRORS."""
+    reading raises STREAM_ERRORS. `position` follows the stored bytes."""
     name = file.name.lower()
     with file.open("rb") as raw:
+        if position is not None:
+            position.follow(raw)
         if name.endswith((".gz", ".tgz")):
             with gzip.open(raw) as inflated:
                 yield cast("IO[bytes]", inflated)

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections.abc import Callable
+
+import numpy as np
+
+from hpstore.loaders.dataset.many_ranges import jpegs_end
+from hpstore.loaders.dataset.value_rows import ValueRows
 
 CHECKED = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp"})
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")  # not stuffing, restart, start, fill
@@ -31,6 +37,16 @@ def image_problem(data: bytes, suffix: str) -> str:
     if data.startswith(b"BM"):
         return _sized("BMP", max(_BMP_HEADER, int.from_bytes(data[2:6], "little")), data)
     return "it does not begin like an image" if suffix.lower() in CHECKED else ""
+
+
+def any_problem(rows: ValueRows, suffix_of: Callable[[int], str]) -> bool:
+    """Whether image_problem() finds something in one of many files. `suffix_of`: by row."""
+    jpeg = rows.begin_with(b"\xff\xd8")
+    ends = jpegs_end(rows.taken(np.flatnonzero(jpeg)))
+    if ends is not None and not ends.all():
+        return True
+    left = range(len(rows)) if ends is None else np.flatnonzero(~jpeg).tolist()
+    return any(image_problem(rows[row].tobytes(), suffix_of(row)) for row in left)
 
 
 def _sized(kind: str, says: int, data: bytes) -> str:

@@ -17,11 +17,12 @@ from pathlib import Path
 import aiofiles.os
 import numpy as np
 
-from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.many_ranges import read_files
 from hpstore.loaders.dataset.stored_values import StoredValues
-from hpstore.loaders.ingestion.image_checks import image_problem
+from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
+from hpstore.loaders.ingestion.image_checks import any_problem, image_problem
 from hpstore.loaders.ingestion.sample_source import (
     IndexedSource,
     digest_of,
@@ -42,7 +43,7 @@ from hpstore.units import MIB
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_DEPTH = 64
-SLICE_ROWS, SLICE_BYTES = 32, 4 * MIB  # read by a thread at a time
+SLICE_ROWS, SLICE_BYTES = 128, 4 * MIB  # read by a thread at a time
 
 
 class ImageFolder(IndexedSource):
@@ -153,11 +154,11 @@ class ImageFolder(IndexedSource):
 
     def read_rows(self, indices: Iterable[int], workers: int) -> Iterator[SourceRows]:
         """Images in the order given, of `workers` slices at a time, read by an event loop."""
-        slices = sliced(indices, self.bytes_of, rows=SLICE_ROWS, nbytes=SLICE_BYTES)
+        slices = sliced(indices, self._sizes, rows=SLICE_ROWS, nbytes=SLICE_BYTES)
         with FileLoop(workers) as files:
             read = aiofiles.os.wrap(self._read_slice)
 
-            def submit(some: tuple[list[int], int]) -> Future[list[SourceRows]]:
+            def submit(some: tuple[Int64s, int]) -> Future[list[SourceRows]]:
                 return asyncio.run_coroutine_threadsafe(
                     read(some[0], executor=files.executor), files.loop
                 )
@@ -165,26 +166,31 @@ class ImageFolder(IndexedSource):
             found = in_order(submit, slices, ahead=2 * workers, bytes_of=itemgetter(1))
             yield from gathered(rows for some in found for rows in some)
 
-    def _read_slice(self, indices: list[int]) -> list[SourceRows]:
+    def _read_slice(self, origins: Int64s) -> list[SourceRows]:
         """These images by columns, or one by one where one of them is bad."""
-        rows: list[Bytes] = []
-        for index in indices:
-            try:
-                data = self._bytes(index)
-            except OSError:
-                break
-            if len(data) > MAX_VALUE_BYTES:
-                break
-            if self._check and image_problem(data, self._ending(index)):
-                break
-            rows.append(np.frombuffer(data, np.uint8))
-        if len(rows) < len(indices):
+        indices: list[int] = origins.tolist()
+        rows = self._whole_files(origins)
+        if rows is None or (
+            self._check and any_problem(rows, lambda row: self._ending(indices[row]))
+        ):
             return list(grouped(map(self.load, indices)))
         columns: dict[str, Column] = {"image": StoredValues(text=False, rows=rows)}
-        origins = np.array(indices, np.int64)
         if self.classes:
             columns["label"] = self._labels[origins]
         return [ColumnRows(columns, origins, lambda row: self.name_of(indices[row]))]
+
+    def _whole_files(self, indices: Int64s) -> ValueRows | None:
+        """What is in these files; None where one cannot be read, is too long, or has changed."""
+        sizes = self._sizes[indices]
+        if int(sizes.max(initial=0)) > MAX_VALUE_BYTES:
+            return None
+        rooms = sizes + 1  # one byte more shows a file that has grown
+        starts = np.cumsum(rooms) - rooms
+        memory = np.empty(int(rooms.sum()), np.uint8)
+        paths = [self._prefix + self._paths[index] for index in indices.tolist()]
+        if (read_files(paths, memory, starts, rooms) != sizes).any():
+            return None
+        return ValueRows.of(memory, starts, sizes)
 
     def _bytes(self, index: int) -> bytes:
         """The whole file."""

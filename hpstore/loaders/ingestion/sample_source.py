@@ -12,9 +12,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from itertools import islice
 from typing import TypeVar
 
+import numpy as np
+
+from hpstore.errors import IngestError
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.ingestion.source_rows import SourceItem, SourceRows, grouped
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB
@@ -22,6 +27,7 @@ from hpstore.units import MIB
 K = TypeVar("K")
 T = TypeVar("T")
 AHEAD_BYTES = 64 * MIB
+SLICED_ROWS = 1 << 14  # records looked at together
 BLOCK_SHIFT = 32  # origin of a record in blocks: block << 32 | number in the block
 
 
@@ -170,25 +176,32 @@ def in_order(
 
 
 def sliced(
-    indices: Iterable[int], bytes_of: Callable[[int], int], *, rows: int, nbytes: int
-) -> Iterator[tuple[list[int], int]]:
-    """The indices in runs of at most so many, and of so many bytes; one at least. And the bytes."""
-    run: list[int] = []
-    held = 0
-    for index in indices:
-        size = bytes_of(index)
-        if run and (len(run) >= rows or held + size > nbytes):
-            yield run, held
-            run, held = [], 0
-        run.append(index)
-        held += size
-    if run:
-        yield run, held
+    indices: Iterable[int], sizes: Int64s, *, rows: int, nbytes: int
+) -> Iterator[tuple[Int64s, int]]:
+    """The indices in runs of at most so many, and of so many bytes; one at least. And the bytes.
+    `sizes`: of all records."""
+    left = iter(indices)
+    while len(some := np.fromiter(islice(left, SLICED_ROWS), np.int64)):
+        ends = np.cumsum(sizes[some])
+        low = before = 0
+        while low < len(some):
+            fits = int(np.searchsorted(ends, before + nbytes, "right"))
+            high = min(max(fits, low + 1), low + rows, len(some))
+            yield some[low:high], int(ends[high - 1]) - before
+            low, before = high, int(ends[high - 1])
 
 
 def digest_of(rows: Iterable[object]) -> str:
     """A fingerprint of JSON rows."""
     digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
+    encode = json.JSONEncoder(sort_keys=True).encode
+    for some in batched(map(encode, rows), SLICED_ROWS):
+        digest.update("\n".join([*some, ""]).encode())
     return digest.hexdigest()
+
+
+def batched(items: Iterable[T], most: int) -> Iterator[list[T]]:
+    """The items in lists of so many, the last of fewer."""
+    left = iter(items)
+    while some := list(islice(left, most)):
+        yield some

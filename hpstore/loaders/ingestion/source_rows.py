@@ -11,12 +11,14 @@ import numpy as np
 from hpstore.loaders.dataset.fields import Array
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.stored_values import StoredValues, joined_values
+from hpstore.loaders.dataset.value_rows import ValueRows
 from hpstore.loaders.ingestion.value_sizes import sample_bytes, value_bytes
 from hpstore.units import MIB
 
 Sample = Mapping[str, object]
 Column = Array | list[object] | StoredValues  # (n, *shape), or one value a row
 GROUP_ROWS, GROUP_BYTES = 1024, 8 * MIB
+_NUMBERS = {int, float, bool}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,20 +156,33 @@ def columns_bytes(columns: Mapping[str, Column], rows: int) -> Int64s:
             found += _stored_bytes(column)
         elif isinstance(column, np.ndarray):
             found += 8 if column.ndim == 1 else column.nbytes // max(1, len(column))
+        elif set(map(type, column)) <= _NUMBERS:
+            found += 8
         else:
             found += np.fromiter(map(value_bytes, column), np.int64, rows)
     return found
 
 
 def _stored_bytes(column: StoredValues) -> Int64s:
-    found = np.fromiter(map(len, column.rows), np.int64, len(column))
-    if column.text:  # of text, its characters: bytes that do not continue one
-        for row, raw in enumerate(column.rows):
+    found = column.rows.lengths.copy()
+    if column.text and not _is_ascii(column.rows):
+        for row, raw in enumerate(column.rows):  # its characters: bytes that do not continue one
             if len(raw) and raw.max() > 0x7F:
                 found[row] -= int(((raw & 0xC0) == 0x80).sum())
     if column.there is not None:
         found[~column.there] = 8
     return found
+
+
+def _is_ascii(rows: ValueRows) -> bool:
+    """Whether all between the first and the last byte of them is."""
+    for place, memory in enumerate(rows.memories):
+        here = rows.which == place
+        if here.any():
+            low, high = rows.starts[here].min(), (rows.starts + rows.lengths)[here].max()
+            if memory[low:high].max(initial=0) > 0x7F:
+                return False
+    return True
 
 
 def grouped(

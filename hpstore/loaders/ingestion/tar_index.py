@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,10 @@ import numpy.typing as npt
 from hpstore.errors import IngestError
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders, TarMember
-from hpstore.loaders.ingestion.tar_runs import RUN_FILES, tar_run
+from hpstore.loaders.ingestion.tar_runs import RUN_FILES, TarRun, tar_run
 
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
+_MEMBERS = re.compile(r"^((?:.*/)?[^./\n][^./\n]*)\.([^/\n]+)$", re.MULTILINE)  # a line each
 APART = (
     "its files are not next to each other in the tar, as the files of one sample must be: write "
     "the tar again in the order of the names (tar --sort=name)"
@@ -53,6 +55,19 @@ def split_name(name: str) -> tuple[str, str] | None:
     if found is None or found.group(1).startswith("__"):
         return None
     return found.group(1), found.group(2).lower()
+
+
+def split_names(names: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """Keys and extensions of members, as split_name() of each; None where one is no record, or a
+    name has several lines."""
+    text = "\n".join(names)
+    found = _MEMBERS.findall(text)
+    if len(found) != len(names) or text.count("\n") >= len(names) or not names:
+        return None
+    keys, endings = zip(*found, strict=True)
+    if text.startswith("__") or "\n__" in text:
+        return None
+    return list(keys), list(endings) if text == text.lower() else [e.lower() for e in endings]
 
 
 def members(tar: TarHeaders) -> Iterator[tuple[SampleFile | None, TarMember]]:
@@ -107,11 +122,7 @@ class TarIndex:
                 while True:
                     if tar.is_plain:
                         run = tar_run(file, at)
-                        for name, header, data, nbytes in zip(
-                            run.names, run.headers, run.offsets, run.sizes, strict=True
-                        ):
-                            at = header
-                            self._file(shard, name, data, nbytes, size)
+                        self._run(shard, run, size)
                         at = run.end
                         if len(run.names) == RUN_FILES:
                             continue
@@ -129,6 +140,51 @@ class TarIndex:
         if problem:
             self._begin(shard, "")
             self.broken[len(self) - 1] = problem
+
+    def _run(self, shard: int, run: TarRun, tar_bytes: int) -> None:
+        """Add ordinary files: at once where nothing about them is unusual, else one by one."""
+        found = split_names(run.names)
+        if found is not None and self._run_at_once(shard, run, found, tar_bytes):
+            return
+        for name, data, nbytes in zip(run.names, run.offsets, run.sizes, strict=True):
+            self._file(shard, name, data, nbytes, tar_bytes)
+
+    def _run_at_once(
+        self, shard: int, run: TarRun, names: tuple[list[str], list[str]], tar_bytes: int
+    ) -> bool:
+        """False, and no file is added, where one of them is twice, apart or cut."""
+        keys, endings = names
+        fresh = [a != b for a, b in zip(keys, [self._last_key, *keys], strict=False)]
+        began = list(compress(keys, fresh))
+        for ending in dict.fromkeys(endings):
+            self._number(ending)
+        known = [self._numbers[ending] for ending in endings]
+        numbers = np.array(known, np.int64)
+        samples = np.cumsum(fresh)  # 0: the sample that was the last one before
+        offsets, sizes = np.array(run.offsets, np.int64), np.array(run.sizes, np.int64)
+        if (
+            len(set(began)) < len(began)
+            or not self._keys_seen.isdisjoint(began)
+            or len(np.unique(samples * MOST_ENDINGS + numbers)) < len(numbers)
+            or not self._own.isdisjoint(numbers[samples == 0].tolist())
+            or int((offsets + sizes).max()) > tar_bytes
+        ):
+            return False
+        members, starts = self._first.pop(), np.flatnonzero(fresh)
+        self._first.extend((members + starts).tolist())
+        self._first.append(members + len(keys))
+        self._shards.extend([shard] * len(began))
+        raw = [key.encode(errors="surrogateescape") for key in began]
+        self._key_ends.extend((len(self._keys) + np.cumsum([*map(len, raw)], dtype=int)).tolist())
+        self._keys += b"".join(raw)
+        self._keys_seen.update(began)
+        self._extension.extend(known)
+        self._offsets.extend(run.offsets)
+        self._sizes.extend(run.sizes)
+        last = set(numbers[samples == samples[-1]].tolist())
+        self._own = last if began else self._own | last
+        self._last_key = keys[-1]
+        return True
 
     def _file(self, shard: int, name: str, offset: int, nbytes: int, tar_bytes: int) -> None:
         """Add a file; "" stands for what is none."""
@@ -153,13 +209,7 @@ class TarIndex:
         self._key_ends.append(len(self._keys))
 
     def _add(self, ending: str, offset: int, nbytes: int, tar_bytes: int) -> None:
-        number = self._numbers.get(ending, -1)
-        if number < 0:
-            number = len(self.extensions)
-            if number == MOST_ENDINGS:
-                raise too_many_endings(ending)
-            self._numbers[ending] = number
-            self.extensions.append(ending)
+        number = self._number(ending)
         if number in self._own:
             self.broken[len(self) - 1] = f"it has two members .{ending}"
         self._own.add(number)
@@ -169,6 +219,17 @@ class TarIndex:
         self._offsets.append(offset)
         self._sizes.append(nbytes)
         self._first[-1] += 1
+
+    def _number(self, ending: str) -> int:
+        """Of an ending, a new one where it has none. Raises IngestError."""
+        number = self._numbers.get(ending, -1)
+        if number < 0:
+            number = len(self.extensions)
+            if number == MOST_ENDINGS:
+                raise too_many_endings(ending)
+            self._numbers[ending] = number
+            self.extensions.append(ending)
+        return number
 
     def shard(self, sample: int) -> int:
         """The tar of a sample."""
@@ -186,9 +247,10 @@ class TarIndex:
             for i in range(self._first[sample], self._first[sample + 1])
         ]
 
-    def nbytes(self, sample: int) -> int:
-        """Bytes of a sample's files."""
-        return sum(self._sizes[self._first[sample] : self._first[sample + 1]])
+    def sample_bytes(self) -> Int64s:
+        """Bytes of each sample's files."""
+        ends = np.concatenate([[0], np.cumsum(np.array(self._sizes, np.int64))])
+        return np.diff(ends[np.array(self._first, np.int64)])
 
     def table(self, samples: Int64s) -> MemberTable | None:
         """Where the files of these samples lie, which have the same endings; None for others."""
@@ -207,7 +269,3 @@ class TarIndex:
             offsets=np.frombuffer(self._offsets, np.int64)[places],
             sizes=np.frombuffer(self._sizes, np.int64)[places],
         )
-
-    def total_bytes(self) -> int:
-        """Bytes of all samples' files."""
-        return sum(self._sizes)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.dataset.many_ranges import read_ranges
+from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
 from hpstore.loaders.ingestion.tar_index import MemberTable
-from hpstore.units import KIB, MIB
+from hpstore.units import KIB
 
 GAP_BYTES = 32 * KIB  # read over: one read of so much costs as much as two
-RANGE_BYTES = 4 * MIB
 
 
 class BadMember(Exception):
@@ -21,65 +24,57 @@ class BadMember(Exception):
 
 def read_members(
     files: Sequence[Path], table: MemberTable, takes: Callable[[str], bool]
-) -> dict[str, list[memoryview]]:
+) -> dict[str, ValueRows]:
     """The bytes of each sample's files by ending, over memory of their own.
 
-    Raises OSError, and BadMember where a tar is shorter than it was.
+    Raises OSError, and BadMember where a tar is shorter than it was, or its files overlap.
     """
     wanted = [at for at, ending in enumerate(table.endings) if takes(ending)]
-    found: dict[str, list[memoryview]] = {}
     if not wanted:
-        return found
+        return {}
     starts = table.offsets[:, wanted].reshape(-1)
     sizes = table.sizes[:, wanted].reshape(-1)
     shards = np.repeat(table.shards.astype(np.int64), len(wanted))
     order = np.lexsort((starts, shards))
-    views: list[memoryview] = [memoryview(b"")] * len(starts)
-    rows, begins = order.tolist(), starts[order].tolist()
-    ends, places = (starts + sizes)[order].tolist(), shards[order].tolist()
-    shard, descriptor, at = -1, -1, 0
-    try:
-        while at < len(rows):
-            stop, high = _range_end(at, places, begins, ends)
-            if places[at] != shard:
-                if descriptor >= 0:
-                    os.close(descriptor)
-                descriptor, shard = -1, places[at]
-                descriptor = os.open(files[shard], os.O_RDONLY | os.O_CLOEXEC)
-            low = begins[at]
-            data = memoryview(_read(descriptor, low, high - low))
-            for one in range(at, stop):
-                views[rows[one]] = data[begins[one] - low : ends[one] - low]
-            at = stop
-    finally:
-        if descriptor >= 0:
+    starts_read, shards_read = starts[order], shards[order]
+    ends_read = starts_read + sizes[order]
+    gaps = starts_read[1:] - ends_read[:-1]
+    same = shards_read[1:] == shards_read[:-1]
+    if (same & (gaps < 0)).any():
+        raise BadMember
+    first = np.flatnonzero(np.concatenate([[True], ~same | (gaps > GAP_BYTES)]))
+    begins = starts_read[first]
+    lengths = ends_read[np.concatenate([first[1:], [len(order)]]) - 1] - begins
+    places = np.cumsum(lengths) - lengths
+    memory = np.empty(int(lengths.sum()), np.uint8)
+    _read(files, shards_read[first], begins, memory, places, lengths)
+    which = np.searchsorted(first, np.arange(len(order)), "right") - 1  # the range of each file
+    found = np.empty(len(order), np.int64)
+    found[order] = places[which] + starts_read - begins[which]
+    return {
+        table.endings[column]: ValueRows.of(
+            memory, found[place :: len(wanted)], sizes[place :: len(wanted)]
+        )
+        for place, column in enumerate(wanted)
+    }
+
+
+def _read(
+    files: Sequence[Path],
+    shards: Int64s,
+    begins: Int64s,
+    memory: Bytes,
+    places: Int64s,
+    lengths: Int64s,
+) -> None:
+    """Ranges of tars, those of one tar together. Raises BadMember where a tar ends before one."""
+    cuts = np.flatnonzero(np.diff(shards)) + 1
+    for low, high in pairwise([0, *cuts.tolist(), len(shards)]):
+        descriptor = os.open(files[int(shards[low])], os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            some = slice(low, high)
+            read_ranges(descriptor, begins[some], memory, places[some], lengths[some])
+        except EOFError:
+            raise BadMember from None
+        finally:
             os.close(descriptor)
-    for place, column in enumerate(wanted):
-        found[table.endings[column]] = views[place :: len(wanted)]
-    return found
-
-
-def _range_end(
-    first: int, places: list[int], begins: list[int], ends: list[int]
-) -> tuple[int, int]:
-    """Behind which file a range that begins with `first` ends, and at which byte."""
-    place, low, high = places[first], begins[first], ends[first]
-    at = first + 1
-    while at < len(begins) and places[at] == place and begins[at] - high <= GAP_BYTES:
-        if ends[at] - low > RANGE_BYTES:
-            break
-        high = max(high, ends[at])
-        at += 1
-    return at, high
-
-
-def _read(descriptor: int, start: int, nbytes: int) -> bytes:
-    """All of a range. Raises BadMember where the file ends before it does."""
-    pieces: list[bytes] = []
-    while nbytes:
-        piece = os.pread(descriptor, nbytes, start)
-        if not piece:
-            raise BadMember
-        pieces.append(piece)
-        start, nbytes = start + len(piece), nbytes - len(piece)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

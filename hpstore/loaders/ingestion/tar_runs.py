@@ -10,13 +10,14 @@ from typing import IO
 
 import numpy as np
 
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.dataset.many_ranges import PlainHeaders, tar_headers
 from hpstore.loaders.ingestion.tar_headers import BLOCK_BYTES, MOST_TAR_BYTES
-from hpstore.units import KIB, MIB
+from hpstore.units import MIB
 
 RUN_FILES = 8192
-SMALL_BYTES = 8 * KIB
-_CHECKSUM = slice(148, 156)
-_KINDS = (0, ord("0"))
+_CHECKSUM, _SIZE = slice(148, 156), slice(124, 136)
+_KIND, _PREFIX = 156, 345
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,68 +33,84 @@ class TarRun:
 
 def tar_run(file: IO[bytes], at: int) -> TarRun:
     """The ordinary files from the header at byte `at` on, as many as there are, or none."""
-    names: list[bytes] = []
+    names: list[str] = []
     headers: list[int] = []
     sizes: list[int] = []
-    blocks = bytearray()
-    data, base, window, first = b"", at, BLOCK_BYTES, at
-    while len(names) < RUN_FILES:
-        if at + BLOCK_BYTES > base + len(data):
-            file.seek(at)
-            base, data = at, file.read(window)
-            # small files are read over; of large ones only the headers are read
-            window = (
-                min(MIB, 2 * window)
-                if at - first < 16 * BLOCK_BYTES * (len(names) + 1)
-                else BLOCK_BYTES
-            )
-        block = data[at - base : at - base + BLOCK_BYTES]
-        size = _size(block)
-        if size < 0:
+    window, first = BLOCK_BYTES, at
+    while len(headers) < RUN_FILES:
+        file.seek(at)
+        data = file.read(window)
+        found = tar_headers(data, RUN_FILES - len(headers)) or _followed(
+            data, RUN_FILES - len(headers)
+        )
+        if not found.places:
             break
-        names.append(block[:100].partition(b"\0")[0])
-        headers.append(at)
-        sizes.append(size)
-        blocks += block
-        at += BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
-    good = _intact(blocks, len(names))
-    if good < len(names):
-        at = headers[good]
-    texts = b"\0".join(names[:good]).decode(errors="surrogateescape").split("\0") if good else []
+        headers += [at + place for place in found.places]
+        sizes += found.sizes
+        names += found.names.decode(errors="surrogateescape").split("\0")
+        at += found.end
+        # small files are read over; of large ones only the headers are read
+        small = at - first < 16 * BLOCK_BYTES * (len(headers) + 1)
+        window = min(MIB, 2 * window) if small else BLOCK_BYTES
     return TarRun(
-        names=texts,
-        headers=headers[:good],
-        offsets=[header + BLOCK_BYTES for header in headers[:good]],
-        sizes=sizes[:good],
+        names=names,
+        headers=headers,
+        offsets=[header + BLOCK_BYTES for header in headers],
+        sizes=sizes,
         end=at,
     )
 
 
-def _size(block: bytes) -> int:
-    """Bytes of the file that a header is of; -1 where it is not plainly one of an ordinary file."""
-    if len(block) < BLOCK_BYTES or block[156] not in _KINDS or block[345] or not block[0]:
-        return -1
-    if block[156] == 0 and block[:100].rstrip(b"\0").endswith(b"/"):
-        return -1
-    digits = block[124:135]
-    if block[135] not in b"\0 " or not digits.isdigit():
-        return -1
-    try:
-        size = int(digits, 8)
-    except ValueError:
-        return -1
-    return size if size < MOST_TAR_BYTES else -1
+def _followed(data: bytes, most: int) -> PlainHeaders:
+    """As tar_headers(), without the library: sizes are followed first, then all headers that were
+    met are checked together, and what lies behind one that is damaged is forgotten."""
+    places: list[int] = []
+    sizes: list[int] = []
+    at, last = 0, len(data) - BLOCK_BYTES
+    while at <= last and len(places) < most:
+        try:
+            size = int(data[at + 124 : at + 135], 8)
+        except ValueError:
+            break
+        if not 0 <= size < MOST_TAR_BYTES:
+            break
+        places.append(at)
+        sizes.append(size)
+        at += BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+    blocks = b"".join([data[place : place + BLOCK_BYTES] for place in places])
+    table = np.frombuffer(blocks, np.uint8).reshape(-1, BLOCK_BYTES)
+    good = _intact(table)
+    if good < len(places):
+        at = places[good]
+    return PlainHeaders(
+        places=places[:good], sizes=sizes[:good], names=_names(table[:good]), end=at
+    )
 
 
-def _intact(blocks: bytearray, count: int) -> int:
-    """How many headers, from the first on, have the checksum that they say."""
-    if not count:
-        return 0
-    table = np.frombuffer(blocks, np.uint8).reshape(count, BLOCK_BYTES)
+def _names(table: Bytes) -> bytes:
+    """The name in each header, with zeros between them."""
+    if not len(table):
+        return b""
+    fields = np.ascontiguousarray(table[:, :100]).view("S100")[:, 0].tolist()
+    return b"\0".join([one.partition(b"\0")[0] for one in fields])
+
+
+def _intact(table: Bytes) -> int:
+    """How many headers, from the first on, are plainly those of ordinary files, with the checksum
+    that they say."""
     stored = table[:, _CHECKSUM]
     sums = table.sum(1, dtype=np.int64) - stored.sum(1, dtype=np.int64) + 8 * ord(" ")
     digits = stored[:, :6].astype(np.int64) - ord("0")
     octal = ((digits >= 0) & (digits < 8)).all(1) & (stored[:, 6] == 0)
     said = (digits * 8 ** np.arange(5, -1, -1)).sum(1)
-    bad = np.flatnonzero(~octal | (said != sums))
-    return int(bad[0]) if len(bad) else count
+    size = table[:, _SIZE]
+    plain = ((size[:, :-1] >= ord("0")) & (size[:, :-1] <= ord("7"))).all(1)
+    plain &= (size[:, -1] == 0) | (size[:, -1] == ord(" "))
+    plain &= (table[:, 0] != 0) & (table[:, _PREFIX] == 0)
+    old = table[:, _KIND] == 0  # of which a name that ends with a slash is a folder
+    plain &= old | (table[:, _KIND] == ord("0"))
+    slash = np.zeros(len(table), np.bool_)
+    for row in np.flatnonzero(old & plain).tolist():
+        slash[row] = table[row, :100].tobytes().rstrip(b"\0").endswith(b"/")
+    bad = np.flatnonzero(~octal | (said != sums) | ~plain | slash)
+    return int(bad[0]) if len(bad) else len(table)

@@ -16,13 +16,12 @@ from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 
-import numpy as np
-
 from hpstore.format.untrusted_bytes import most_inflated
 from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
 from hpstore.loaders.dataset.stored_values import StoredValues
-from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, decompressed
-from hpstore.loaders.ingestion.image_checks import CHECKED, image_problem
+from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
+from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, FilePosition, decompressed
+from hpstore.loaders.ingestion.image_checks import CHECKED, any_problem, image_problem
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
@@ -98,9 +97,7 @@ class WantedFiles:
                 return SourceItem(name=name, origin=origin, problem=f".{extension}: {problem}")
         return SourceItem(name=name, origin=origin, sample=sample)
 
-    def columns(
-        self, table: MemberTable, members: Mapping[str, list[memoryview]]
-    ) -> dict[str, Column]:
+    def columns(self, table: MemberTable, members: Mapping[str, ValueRows]) -> dict[str, Column]:
         """The fields of many samples; raises BadMember where decoded() finds something wrong."""
         found: dict[str, Column] = {}
         for ending in table.endings:
@@ -108,35 +105,34 @@ class WantedFiles:
                 found[ending] = self._column(ending, members[ending])
         return found
 
-    def _column(self, ending: str, data: list[memoryview]) -> Column:
+    def _column(self, ending: str, rows: ValueRows) -> Column:
         suffix = ending.rpartition(".")[2]
         made = self.types.get(ending)
         kind = made.dtype if made is not None else "str" if suffix in _TEXT else "bytes"
         if kind not in ("str", "bytes") or (made is None and suffix in _NUMBERS):
-            return self._numbers(suffix, data, made)
-        if max(map(len, data)) > MAX_VALUE_BYTES:
+            return self._numbers(suffix, rows, made)
+        if int(rows.lengths.max(initial=0)) > MAX_VALUE_BYTES:
             raise BadMember
         if kind == "str":
-            _require_text(data)
-        elif self.check and "." + suffix in CHECKED and _has_problem(data, "." + suffix):
+            _require_text(rows)
+        elif self.check and "." + suffix in CHECKED and any_problem(rows, lambda _: "." + suffix):
             raise BadMember
-        rows = [np.frombuffer(one, np.uint8) for one in data]
         return StoredValues(text=kind == "str", rows=rows)
 
-    def _numbers(self, suffix: str, data: list[memoryview], made: Field | None) -> Column:
+    def _numbers(self, suffix: str, rows: ValueRows, made: Field | None) -> Column:
+        data = [bytes(one) for one in rows.views()]
+        if made is None and suffix in _NUMBERS:
+            with contextlib.suppress(ValueError):
+                return list(map(int, data))
         try:
-            return [_value(suffix, bytes(one), made) for one in data]
+            return [_value(suffix, one, made) for one in data]
         except ValueError:
             raise BadMember from None
 
 
-def _has_problem(data: list[memoryview], suffix: str) -> bool:
-    return any(image_problem(bytes(one), suffix) for one in data)
-
-
-def _require_text(data: list[memoryview]) -> None:
+def _require_text(rows: ValueRows) -> None:
     try:
-        for one in data:
+        for one in rows.views():
             str(one, "utf-8")
     except UnicodeDecodeError:
         raise BadMember from None
@@ -184,7 +180,8 @@ class TarShards(IndexedSource):
         self._index = TarIndex()
         for number, file in enumerate(files):
             self._index.scan(number, file)
-        self.length, self.total_bytes = len(self._index), self._index.total_bytes()
+        self._sizes = self._index.sample_bytes()
+        self.length, self.total_bytes = len(self._index), int(self._sizes.sum())
         self.ignored = self._index.ignored
 
     @property
@@ -203,7 +200,7 @@ class TarShards(IndexedSource):
         return printable(f"{tar}: {key}" if key else tar)
 
     def bytes_of(self, index: int) -> int:
-        return self._index.nbytes(index)
+        return int(self._sizes[index])
 
     def load(self, index: int) -> SourceItem:
         name = self.name_of(index)
@@ -232,14 +229,14 @@ class TarShards(IndexedSource):
 
     def read_rows(self, indices: Iterable[int], workers: int) -> Iterator[SourceRows]:
         """Slices of the samples, `workers` at a time; each by ranges of the tars."""
-        slices = sliced(indices, self.bytes_of, rows=GROUP_ROWS, nbytes=GROUP_BYTES)
+        slices = sliced(indices, self._sizes, rows=GROUP_ROWS, nbytes=GROUP_BYTES)
         if workers <= 1:
             for some, _ in slices:
                 yield from self._read_slice(some)
             return
         pool = WorkerThreads(workers, "hpstore-ingest")
 
-        def submit(some: tuple[list[int], int]) -> Future[list[SourceRows]]:
+        def submit(some: tuple[Int64s, int]) -> Future[list[SourceRows]]:
             return pool.submit(self._read_slice, some[0])
 
         try:
@@ -248,9 +245,9 @@ class TarShards(IndexedSource):
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _read_slice(self, indices: list[int]) -> list[SourceRows]:
+    def _read_slice(self, samples: Int64s) -> list[SourceRows]:
         """These samples by columns, or one by one where they differ or one of them is bad."""
-        samples = np.array(indices, np.int64)
+        indices: list[int] = samples.tolist()
         table = None
         if self.broken.keys().isdisjoint(indices):
             table = self._index.table(samples)

@@ -233,7 +233,7 @@ def _beside(
 
 def _given(
     field: str, made: Field, give: Values, rows: range
-) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+) -> tuple[dict[str, Array], dict[str, Sequence[Bytes]]]:
     """The values of a field for some samples. Raises ConfigError."""
     where = f"samples {rows.start} to {rows.stop}"
     arrays, ragged, count = checked_batch({field: made}, {field: give(rows)}, where)
@@ -249,7 +249,7 @@ def _rewritten(
     parts, first = [], 0
     options = _options(data.manifest, {**data.manifest.fields, field: made})
 
-    def more(rows: Int64s) -> tuple[dict[str, Array], dict[str, list[Bytes]]]:
+    def more(rows: Int64s) -> tuple[dict[str, Array], dict[str, Sequence[Bytes]]]:
         return _given(field, made, give, range(int(rows[0]), int(rows[-1]) + 1))
 
     for part in data.manifest.parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -225,7 +225,7 @@ class DatasetWriter(Closing):
         return range(first, self._rows)
 
     def _append(
-        self, batch: Mapping[str, Array], ragged: Mapping[str, list[Bytes]], rows: int
+        self, batch: Mapping[str, Array], ragged: Mapping[str, Sequence[Bytes]], rows: int
     ) -> None:
         if not rows:
             return
@@ -373,12 +373,12 @@ def require_same_fields(name: str, manifest: DatasetManifest, fields: Mapping[st
 
 def checked_batch(
     fields: Mapping[str, Field], batch: Mapping[str, object], where: str
-) -> tuple[dict[str, Array], dict[str, list[Bytes]], int]:
+) -> tuple[dict[str, Array], dict[str, Sequence[Bytes]], int]:
     """Arrays of fixed fields and masks, bytes of ragged ones, and how many rows. ConfigError."""
     batch, masks = take_masks(batch, fields, where)
     check_names(batch, fields, where)
     arrays: dict[str, Array] = {}
-    ragged: dict[str, list[Bytes]] = {}
+    ragged: dict[str, Sequence[Bytes]] = {}
     for name, made in fields.items():
         values = batch[name]
         if isinstance(values, StoredValues):

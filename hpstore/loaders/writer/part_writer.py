@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hpstore.codec.galois import Bytes
@@ -108,7 +108,7 @@ class PartWriter:
     def append(
         self,
         batch: Mapping[str, Array],
-        ragged: Mapping[str, list[Bytes]],
+        ragged: Mapping[str, Sequence[Bytes]],
         rows: int,
         order: Array | None = None,
     ) -> None:

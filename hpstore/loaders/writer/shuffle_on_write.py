@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from hpstore.units import MIB
 
 CHUNK_BYTES = 32 * MIB  # of records in memory at a time
 CHUNK_ROWS = 1 << 14
-More = Callable[[Int64s], tuple[dict[str, Array], dict[str, list[Bytes]]]]
+More = Callable[[Int64s], tuple[dict[str, Array], dict[str, Sequence[Bytes]]]]
 
 
 def shuffle_seed(shuffle: object, seed: int) -> int | None:
@@ -52,7 +52,7 @@ def copy_in_order(
     done = 0
     for rows in _chunks(data, order):
         batch: dict[str, Array] = {}
-        ragged: dict[str, list[Bytes]] = {}
+        ragged: dict[str, Sequence[Bytes]] = {}
         for name, field in data.stored.items():
             if field.kind is FieldKind.SCALAR:
                 batch[name] = data.scalars(name, rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -35,6 +34,8 @@ from hpstore.loaders.dataset.record_layout import (
     choose_unit_for_mean,
 )
 from hpstore.loaders.dataset.shard_layout import FixedShard, FullShard, RaggedShard
+from hpstore.loaders.dataset.value_rows import ValueRows, joined_rows, lengths_of
+from hpstore.loaders.writer.row_fill import Fill, batch_fill, rows_fill
 from hpstore.loaders.writer.upload_queue import Uploads
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB, div_ceil
@@ -66,7 +67,7 @@ class StreamWriter:
         self._unit_limit, self._shard_bytes = unit_limit, shard_bytes
         self._shards: list[tuple[int, int, str]] = []  # rows, payload, hash of the side object
         self._pages: list[list[Table]] = []  # tables of each shard's pages
-        self._pending: list[bytearray] = []
+        self._pending: list[ValueRows] = []
         self._pending_tables: list[Int64s] = []
         self._pending_bytes = 0
         self.largest_bytes = 0  # of a record so far
@@ -96,31 +97,11 @@ class StreamWriter:
             self._add_fixed(batch)
             return
         values = [ragged[name] for name in self.record.ragged]
-        tables = np.array([[len(v) for v in column] for column in values], np.int64).T
+        tables = np.stack([lengths_of(column) for column in values], axis=1)
         offsets = self.record.ragged_starts(tables)
-        fixed = [
-            (
-                self.record.offsets[name],
-                self.record.fields[name].row_bytes,
-                np.ascontiguousarray(batch[name], self.record.fields[name].storage)
-                .reshape(-1)
-                .view(np.uint8)
-                .data,
-            )
-            for name in self.record.fixed
-        ]
-        places = offsets.tolist()
-
-        def fill(view: memoryview, start: int, row: int) -> None:
-            for offset, nbytes, source in fixed:
-                at = start + offset
-                view[at : at + nbytes] = source[row * nbytes : (row + 1) * nbytes]
-            for column, offset in zip(values, places[row], strict=False):
-                value, at = column[row], start + offset
-                view[at : at + len(value)] = value.data
-
-        lengths = offsets[:, -1].tolist()
-        self.largest_bytes = max(self.largest_bytes, *lengths, 0)
+        fill = batch_fill(self.record, batch, values, offsets)
+        lengths = offsets[:, -1]
+        self.largest_bytes = max(self.largest_bytes, int(lengths.max(initial=0)))
         if self._builder is None:
             self._hold(lengths, tables, fill)
         else:
@@ -138,7 +119,7 @@ class StreamWriter:
             if not builder.free_rows:
                 self._store(builder.take())
 
-    def _add_ragged(self, lengths: list[int], tables: Int64s, fill: Any) -> None:
+    def _add_ragged(self, lengths: Int64s, tables: Int64s, fill: Fill) -> None:
         builder = self._builder
         assert isinstance(builder, RaggedShard)
         done = 0
@@ -148,35 +129,33 @@ class StreamWriter:
             if done < len(lengths):
                 self._store(builder.take(last=False))
 
-    def _hold(self, lengths: list[int], tables: Int64s, fill: Any) -> None:
+    def _hold(self, lengths: Int64s, tables: Int64s, fill: Fill) -> None:
         """Keep records until their mean size tells the page; large ones tell it at once."""
-        if self._pending_bytes + sum(lengths) >= PENDING_BYTES:
+        nbytes = int(lengths.sum())
+        if self._pending_bytes + nbytes >= PENDING_BYTES:
             self._decide(lengths)
             self._add_ragged(lengths, tables, fill)
             return
-        for row, length in enumerate(lengths):
-            kept = bytearray(length)
-            fill(memoryview(kept), 0, row)
-            self._pending.append(kept)
-            self._pending_bytes += length
+        kept = np.zeros(nbytes, np.uint8) if self.record.has_gaps else np.empty(nbytes, np.uint8)
+        starts = np.cumsum(lengths) - lengths
+        fill(kept, starts, 0)
+        self._pending.append(ValueRows.of(kept, starts, lengths))
         self._pending_tables.append(tables)
-        if len(self._pending) >= PENDING_ROWS:
+        self._pending_bytes += nbytes
+        if sum(map(len, self._pending)) >= PENDING_ROWS:
             self._decide()
 
-    def _decide(self, coming: Sequence[int] = ()) -> None:
+    def _decide(self, coming: Int64s | None = None) -> None:
         """Choose the page, and place what was held back. `coming`: sizes of what follows."""
         pending, tables = self._pending, self._pending_tables
-        sizes = self._pending_bytes + sum(coming)
-        mean = sizes / max(1, len(pending) + len(coming))
-        self._choose(choose_unit_for_mean(mean, limit=self._unit_limit))
+        rows, nbytes = sum(map(len, pending)), self._pending_bytes
+        if coming is not None:
+            rows, nbytes = rows + len(coming), nbytes + int(coming.sum())
+        self._choose(choose_unit_for_mean(nbytes / max(1, rows), limit=self._unit_limit))
         self._pending, self._pending_tables, self._pending_bytes = [], [], 0
-        if not pending:
-            return
-
-        def fill(view: memoryview, start: int, row: int) -> None:
-            view[start : start + len(pending[row])] = pending[row]
-
-        self._add_ragged([len(kept) for kept in pending], np.concatenate(tables), fill)
+        if pending:
+            held = joined_rows(pending)
+            self._add_ragged(held.lengths, np.concatenate(tables), rows_fill(held))
 
     def _store(self, full: FullShard) -> None:
         """Put a shard in the background; the next one is filled meanwhile."""

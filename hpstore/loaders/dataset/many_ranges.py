@@ -1,0 +1,208 @@
+"""Many ranges of memory, of a file, or many small files by one call of C each (decision 0153).
+
+Without the library (hpstore installed without a C compiler) the same is done one by one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hpstore.codec import address_of
+from hpstore.codec.galois import Bytes
+from hpstore.loaders.dataset.value_rows import Int64s, UInt64s, ValueRows
+
+_log = logging.getLogger(__name__)
+_LIBRARY = "hpstore._ranges"  # of many_ranges.c; an extension to be installed, not to import
+_FUNCTIONS = ("copy_ranges", "read_ranges", "read_files", "jpegs_end")
+_TAR_BLOCK, _TAR_NAME = 512, 101  # bytes of a header; of a name with a zero
+
+
+@functools.cache
+def _installed() -> ctypes.CDLL | None:
+    """The library; None where hpstore was installed without a C compiler, said once."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    try:
+        if spec is None or spec.origin is None:
+            raise OSError("it was not built")
+        library = ctypes.CDLL(spec.origin)
+        for name in _FUNCTIONS:
+            getattr(library, f"hpstore_{name}_1").restype = None
+        library.hpstore_tar_headers_1.restype = ctypes.c_int64
+    except (OSError, AttributeError) as error:
+        _log.warning(
+            "records are ingested one by one, which is slower: no compiled reads (%s). With a C "
+            "compiler there (gcc, libc6-dev), install hpstore again",
+            error,
+        )
+        return None
+    return library
+
+
+def copy_rows(rows: ValueRows, out: Bytes, starts: Int64s) -> None:
+    """Copy row i to byte `starts[i]` of `out`, uint8 (bytes,). Any thread, without the
+    interpreter's lock; targets do not overlap. Raises IndexError for what is outside of memory.
+    """
+    _require_inside(out, starts, rows.lengths)
+    sources, library = rows.addresses(), _installed()
+    if library is None:
+        view = out.data
+        for start, row in zip(starts.tolist(), rows.views(), strict=True):
+            view[start : start + len(row)] = row
+        return
+    to, lengths = _addresses(out, starts), np.ascontiguousarray(rows.lengths, np.int64)
+    _call(library.hpstore_copy_ranges_1, to, sources, lengths, count=len(rows))
+
+
+def read_ranges(file: int, offsets: Int64s, out: Bytes, starts: Int64s, lengths: Int64s) -> None:
+    """Read `lengths[i]` bytes from byte `offsets[i]` of an open file to byte `starts[i]` of `out`.
+
+    Any thread, without the interpreter's lock. Raises OSError, and EOFError where the file ends
+    before a range does.
+    """
+    _require_inside(out, starts, lengths)
+    library = _installed()
+    if library is None:
+        got = _read_one_by_one(file, offsets, out, starts, lengths)
+    else:
+        got = np.empty(len(starts), np.int64)
+        to, offsets = _addresses(out, starts), np.ascontiguousarray(offsets, np.int64)
+        arrays = (offsets, np.ascontiguousarray(lengths, np.int64), to, got)
+        _call(library.hpstore_read_ranges_1, *arrays, count=len(starts), first=file)
+    if (got < 0).any():
+        error = -int(got[got < 0][0])
+        raise OSError(error, os.strerror(error))
+    if (got != lengths).any():
+        raise EOFError("the file ends before a range does")
+
+
+def _read_one_by_one(
+    file: int, offsets: Int64s, out: Bytes, starts: Int64s, lengths: Int64s
+) -> Int64s:
+    got = np.zeros(len(starts), np.int64)
+    for row, (offset, start, length) in enumerate(
+        zip(offsets.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+    ):
+        while got[row] < length:
+            done = int(got[row])
+            read = os.preadv(file, [out.data[start + done : start + length]], offset + done)
+            if not read:
+                break
+            got[row] += read
+    return got
+
+
+def read_files(paths: Sequence[str], out: Bytes, starts: Int64s, rooms: Int64s) -> Int64s:
+    """Read files whole, the i-th to byte `starts[i]` of `out`, `rooms[i]` bytes at most.
+
+    Any thread, without the interpreter's lock. Returns how many bytes there were of each; of one
+    that cannot be read, its errno below zero.
+    """
+    _require_inside(out, starts, rooms)
+    got = np.zeros(len(paths), np.int64)
+    if not paths:
+        return got
+    library = _installed()
+    if library is None:
+        for row, path in enumerate(paths):
+            try:
+                got[row] = _read_file(path, out[starts[row] : starts[row] + rooms[row]])
+            except OSError as error:
+                got[row] = -(error.errno or 1)
+        return got
+    names = os.fsencode("\0".join(paths)) + b"\0"
+    raw = np.frombuffer(names, np.uint8)
+    ends = np.flatnonzero(raw == 0)
+    if len(ends) != len(paths):
+        raise ValueError("a path holds a zero byte")
+    begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+    arrays = (raw, begins, np.ascontiguousarray(rooms, np.int64), _addresses(out, starts), got)
+    _call(library.hpstore_read_files_1, *arrays, count=len(paths))
+    return got
+
+
+def _read_file(path: str, out: Bytes) -> int:
+    done = 0
+    with open(path, "rb", buffering=0) as file:
+        while done < len(out) and (read := file.readinto(out.data[done:])):
+            done += read
+    return done
+
+
+def jpegs_end(rows: ValueRows) -> npt.NDArray[np.bool_] | None:
+    """Whether the markers of each JPEG, of two bytes at least, lead to its end; None: there is no
+    library."""
+    library = _installed()
+    if library is None:
+        return None
+    ends = np.zeros(len(rows), np.uint8)
+    lengths = np.ascontiguousarray(rows.lengths, np.int64)
+    _call(library.hpstore_jpegs_end_1, rows.addresses(), lengths, ends, count=len(rows))
+    return ends.astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainHeaders:
+    """Headers of ordinary files in a piece of a tar. `names`: with zeros between them; `end`: where
+    the header behind the last file begins."""
+
+    places: list[int]
+    sizes: list[int]
+    names: bytes
+    end: int
+
+
+def tar_headers(data: bytes, most: int) -> PlainHeaders | None:
+    """The headers, at most so many, that lie whole in a piece of a tar that begins with one, up to
+    the first that is not plainly an ordinary file's; None: there is no library."""
+    library = _installed()
+    if library is None:
+        return None
+    most = min(most, len(data) // _TAR_BLOCK)
+    raw = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
+    places, sizes, reached = (np.empty(count, np.int64) for count in (most, most, 2))
+    names = np.empty(most * _TAR_NAME, np.uint8)
+    numbers = (ctypes.c_int64(value) for value in (len(data), 0, most))
+    arrays = (places, sizes, names, reached)
+    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (raw, *arrays))
+    first, *others = pointers
+    count = library.hpstore_tar_headers_1(first, *numbers, *others)
+    return PlainHeaders(
+        places=places[:count].tolist(),
+        sizes=sizes[:count].tolist(),
+        names=names[: max(0, int(reached[1]) - 1)].tobytes(),
+        end=int(reached[0]),
+    )
+
+
+def _require_inside(out: Bytes, starts: Int64s, lengths: Int64s) -> None:
+    if not (out.flags.writeable and out.flags.c_contiguous and out.dtype == np.uint8):
+        raise ValueError("out is writable, contiguous and uint8")
+    if len(starts) != len(lengths):
+        raise ValueError(f"{len(starts)} places for {len(lengths)} ranges")
+    if ((starts < 0) | (lengths < 0) | (lengths > len(out) - starts)).any():
+        raise IndexError(f"a range is outside of its memory of {len(out)} bytes")
+
+
+def _addresses(out: Bytes, starts: Int64s) -> UInt64s:
+    base = address_of(out) if len(out) else 0
+    return starts.astype(np.uint64) + np.uint64(base)
+
+
+def _call(
+    function: ctypes._NamedFuncPointer,
+    *arrays: npt.NDArray[np.generic],
+    count: int,
+    first: int = -1,
+) -> None:
+    places = [ctypes.c_void_p(array.ctypes.data) for array in arrays]
+    leading = [ctypes.c_int(first)] if first >= 0 else []
+    function(*leading, *places, ctypes.c_int64(count))
