@@ -29,6 +29,9 @@ class SampleCount(Protocol):
     @property
     def bytes(self) -> int: ...
 
+    @property
+    def estimated(self) -> bool: ...
+
 
 class Bar:
     """One piece of work with its amount, rates and time left. Moved by one thread at a time.
@@ -56,7 +59,8 @@ class Bar:
         rate = (
             f"{records / seconds:.0f}/s {self._rate(nbytes)}" if seconds > _SETTLED_SECONDS else ""
         )
-        amount = f"{count.records}/{'?' if count.total is None else count.total}"
+        about = "~" if count.estimated else ""
+        amount = f"{count.records}/{'?' if count.total is None else f'{about}{count.total}'}"
         self._show(count.records, count.total, amount, rate)
 
     def of_bytes(self, done: int, total: int) -> None:

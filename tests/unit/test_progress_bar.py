@@ -20,6 +20,7 @@ class Count:
     records: int
     total: int | None
     bytes: int
+    estimated: bool = False
 
 
 @pytest.fixture
@@ -68,6 +69,10 @@ def test_samples_that_were_there_before_have_no_rate(clock: list[float]) -> None
     clock[0] += 10
     bar.samples(Count(1060, None, 1060 * MIB))
     assert task.fields["amount"] == "1060/?"
+    clock[0] += 10
+    bar.samples(Count(1070, 3000, 1070 * MIB, estimated=True))
+    assert task.fields["amount"] == "1070/~3000"
+    assert task.total == 3000
 
 
 def test_a_bar_is_drawn_ten_times_per_second_and_at_the_end(clock: list[float]) -> None:

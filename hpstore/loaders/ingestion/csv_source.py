@@ -18,7 +18,12 @@ from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.arrow_source import pyarrow_of
-from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRORS, decompressed
+from hpstore.loaders.ingestion.compressed_files import (
+    COMPRESSIONS,
+    STREAM_ERRORS,
+    FilePosition,
+    decompressed,
+)
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,
@@ -65,7 +70,14 @@ class CsvFiles(InferredFields):
             raise ConfigError(f"delimiter {delimiter!r} is not one ASCII character")
         self._files = source_files(where, TABLE_TEXT, storage or {})
         self.blocks = len(self._files)
+        self._position = FilePosition()
         self._header: list[str] | None = None
+
+    def block_bytes(self, block: int) -> int:
+        return self._files[block].stat().st_size
+
+    def bytes_read(self) -> int:
+        return self._position.tell()
 
     def _columns(self) -> list[str]:
         """The header of the first file that can be read; those of all are alike. Raises
@@ -195,7 +207,7 @@ class CsvFiles(InferredFields):
             return "skip"
 
         with (
-            decompressed(file) as stream,
+            decompressed(file, self._position) as stream,
             csv.open_csv(
                 stream,
                 read_options=csv.ReadOptions(use_threads=False, block_size=nbytes),

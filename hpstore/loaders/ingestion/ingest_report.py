@@ -10,12 +10,14 @@ from hpstore.loaders.ingestion.ingest_journal import Skipped
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestProgress:
-    """How far it is. `total` is None where the source does not know its length."""
+    """How far it is. `total`: None where the source does not know its length and too little is read
+    to estimate it; `estimated`: it is the share of the source that is read that tells."""
 
     records: int  # taken from the source, with skipped ones
     total: int | None
     bytes: int  # of samples written
     resumed: int  # of the records: those that an earlier run had taken
+    estimated: bool = False
 
 
 IngestCallback = Callable[[IngestProgress], None]

@@ -232,7 +232,7 @@ class _Run:
         )
         with contextlib.closing(ahead), PartsWriter(target, start, journal) as parts:
             try:
-                self._copy(ahead, parts, chosen)
+                self._copy(ahead, parts, chosen, records)
                 manifest = parts.publish()
             except (DeviceError, RedundancyError, LockTimeout, BudgetExceeded) as error:
                 unseen = "of data set" if self.base is None else "was appended to data set"
@@ -362,11 +362,15 @@ class _Run:
         )
 
     def _copy(
-        self, records: Iterator[PlacedRows], parts: PartsWriter, fields: dict[str, Field]
+        self,
+        ahead: Iterator[PlacedRows],
+        parts: PartsWriter,
+        fields: dict[str, Field],
+        records: Records,
     ) -> None:
         """Every record into the writer, or onto the list of those left out."""
         resumed = parts.progressed.place.position
-        for placed in records:
+        for placed in ahead:
             columns = placed.rows.columns
             if columns is not None:
                 columns = fitted_columns(columns, fields, whole=self.whole)
@@ -376,7 +380,7 @@ class _Run:
                 self.progress(
                     IngestProgress(
                         records=placed.first + len(placed.rows),
-                        total=self.source.length,
+                        total=records.expected,
                         bytes=parts.nbytes,
                         resumed=resumed,
                     )
@@ -399,6 +403,7 @@ class _Run:
             sample = fitted(item.sample, fields, whole=self.whole)
         except ConfigError as error:
             return str(error)
+                        estimated=self.source.length is None,
         return parts.write(sample, item.origin)
 
     def _left_out(self, item: SourceItem, problem: str, parts: PartsWriter) -> None:

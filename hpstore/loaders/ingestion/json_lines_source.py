@@ -16,7 +16,12 @@ from typing import IO, Any
 from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import brief, most_inflated
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.ingestion.compressed_files import COMPRESSIONS, STREAM_ERRORS, decompressed
+from hpstore.loaders.ingestion.compressed_files import (
+    COMPRESSIONS,
+    STREAM_ERRORS,
+    FilePosition,
+    decompressed,
+)
 from hpstore.loaders.ingestion.json_schema import json_fields, json_value
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -68,6 +73,15 @@ class JsonLines(InferredFields):
                 first = block * BLOCK_BYTES
                 self._parts.append(_Part(file=file, first=first, stop=first + BLOCK_BYTES))
         self.blocks = len(self._parts)
+        self._position = FilePosition()
+
+    def block_bytes(self, block: int) -> int:
+        part = self._parts[block]
+        size = part.file.stat().st_size
+        return size if part.stop is None else min(part.stop, size) - part.first
+
+    def bytes_read(self) -> int:
+        return self._position.tell()
 
     def _found(self) -> dict[str, Field]:
         """By the user, else by the first objects. Raises ConfigError, IngestError."""
@@ -105,7 +119,9 @@ class JsonLines(InferredFields):
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         fields, whole = self.fields, self._names is None
-        for number, line in islice(enumerate(_lines(self._parts[block])), start, None):
+        for number, line in islice(
+            enumerate(_lines(self._parts[block], self._position)), start, None
+        ):
             sample, problem = None, line.problem
             if not problem:
                 found = _object(line.data)
@@ -124,7 +140,7 @@ class _Line:
     problem: str = ""
 
 
-def _lines(part: _Part) -> Iterator[_Line]:
+def _lines(part: _Part, position: FilePosition | None = None) -> Iterator[_Line]:
     """Lines that are not blank; last, a broken one where the file cannot be read on."""
     name = printable(part.file.name)
     count = 0
@@ -135,7 +151,7 @@ def _lines(part: _Part) -> Iterator[_Line]:
                     yield _line(f"{name}: byte {at}", data, LINE_BYTES)
             return
         most = min(LINE_BYTES, most_inflated(part.file.stat().st_size))
-        with decompressed(part.file) as file:
+        with decompressed(part.file, position) as file:
             for count, (_, data) in enumerate(_raw_lines(file, 0, None, most), 1):
                 yield _line(f"{name}: line {count}", data, most)
     except STREAM_ERRORS as error:

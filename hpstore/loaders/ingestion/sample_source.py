@@ -124,6 +124,16 @@ class BlockwiseSource(Source):
         return grouped(self.read_block(block, start))
 
 
+    def block_bytes(self, block: int) -> int:
+        """About how many bytes of the source are one block; 1 where all blocks are about alike."""
+        del block
+        return 1
+
+    def bytes_read(self) -> int:
+        """About how many of these were read of the block that is read now, 0 where that is not
+        known. Called by the thread that reads."""
+        return 0
+
 class InferredFields(BlockwiseSource):
     """A source without a schema: its fields are inferred when they are asked for the first time.
 

@@ -18,7 +18,7 @@ import numpy as np
 from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import MALFORMED, brief, most_inflated
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, decompressed
+from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, FilePosition, decompressed
 from hpstore.loaders.ingestion.infer_fields import infer_fields
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -56,6 +56,13 @@ class TfRecords(InferredFields):
         self.where = printable(str(where))
         self._files = source_files(where, TFRECORD, storage or {})
         self.blocks = len(self._files)
+        self._position = FilePosition()
+
+    def block_bytes(self, block: int) -> int:
+        return self._files[block].stat().st_size
+
+    def bytes_read(self) -> int:
+        return self._position.tell()
 
     def _found(self) -> dict[str, Field]:
         if self._names is not None and all(name in self._types for name in self._names):
@@ -100,7 +107,9 @@ class TfRecords(InferredFields):
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         file, fields, whole = self._files[block], self.fields, self._names is None
-        for number, (data, problem) in islice(enumerate(read_frames(file)), start, None):
+        for number, (data, problem) in islice(
+            enumerate(read_frames(file, self._position)), start, None
+        ):
             sample: dict[str, object] | None = None
             found = problem or self._features(data)
             if isinstance(found, str):
@@ -157,12 +166,14 @@ def _value(name: str, found: Mapping[str, Any], made: Field) -> object:
     return value
 
 
-def read_frames(file: SourceFile) -> Iterator[tuple[bytes, str]]:
+def read_frames(
+    file: SourceFile, position: FilePosition | None = None
+) -> Iterator[tuple[bytes, str]]:
     """The records of a file, or what is wrong; nothing comes behind a length that is damaged."""
     count = 0
     try:
         most = most_inflated(file.stat().st_size)
-        with decompressed(file) as stream:
+        with decompressed(file, position) as stream:
             while head := stream.read(12):
                 length, masked = struct.unpack("<QI", head)
                 if masked_crc(head[:8]) != masked:

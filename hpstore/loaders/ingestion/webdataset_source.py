@@ -280,6 +280,13 @@ class TarStreams(BlockwiseSource):
         self.where = where
         self._files, self._wanted = files, WantedFiles(check=check)
         self.blocks = len(files)
+        self._position = FilePosition()
+
+    def block_bytes(self, block: int) -> int:
+        return self._files[block].stat().st_size
+
+    def bytes_read(self) -> int:
+        return self._position.tell()
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._wanted = replace(self._wanted, names=frozenset(names), types=types)
@@ -290,7 +297,7 @@ class TarStreams(BlockwiseSource):
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         path = self._files[block]
-        for opened in _samples(path):
+        for opened in _samples(path, self._position):
             if opened.number >= start:
                 yield self._item(path, block, opened)
 
@@ -302,7 +309,7 @@ class TarStreams(BlockwiseSource):
         return self._wanted.decoded(name, origin, sample.key, sample.parts)
 
 
-def _samples(path: SourceFile) -> Iterator[_Open]:
+def _samples(path: SourceFile, position: FilePosition) -> Iterator[_Open]:
     """Samples of a tar as they come; last, a broken one where the tar is damaged."""
     sample: _Open | None = None
     number = 0
@@ -310,7 +317,7 @@ def _samples(path: SourceFile) -> Iterator[_Open]:
     keys: set[str] = set()
     most = most_inflated(path.stat().st_size)
     try:
-        with decompressed(path) as file:
+        with decompressed(path, position) as file:
             tar = TarHeaders(file)
             for member, _ in members(tar):
                 if member is None:

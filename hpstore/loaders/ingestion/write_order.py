@@ -70,6 +70,12 @@ class PlacedRows:
 class RecordOrder(ABC):
     """The records of a source in the order of writing."""
 
+    @property
+    @abstractmethod
+    def expected(self) -> int | None:
+        """How many records there are: as the source knows, else about, by the share of it that was
+        read; None before anything was."""
+
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """How samples were mixed, as the dataset records it."""
@@ -94,6 +100,10 @@ class NumberedRecords(RecordOrder):
         self._source, self._workers = source, workers
         length = source.length
         self._order: Order = SequentialOrder(length) if seed is None else GlobalOrder(length, seed)
+
+    @property
+    def expected(self) -> int:
+        return self._source.length
 
     def describe(self) -> dict[str, object]:
         return self._order.describe()
@@ -124,6 +134,19 @@ class BlockRecords(RecordOrder):
         self._blocks: Order = (
             SequentialOrder(source.blocks) if seed is None else GlobalOrder(source.blocks, seed)
         )
+        self._seen = (0, 0)  # records, and bytes of the source; by the thread that reads
+        self._source_bytes = 0  # in all, once that is asked for
+
+    @property
+    def expected(self) -> int | None:
+        if self._source.length is not None:
+            return self._source.length
+        records, nbytes = self._seen
+        if not records or not nbytes:
+            return None
+        if not self._source_bytes:
+            self._source_bytes = sum(map(self._source.block_bytes, range(self._source.blocks)))
+        return max(records, round(records / nbytes * self._source_bytes))
 
     def describe(self) -> dict[str, object]:
         if self._seed is None:
@@ -141,7 +164,7 @@ class BlockRecords(RecordOrder):
         """Those of the window of `place` that come before it are read again."""
         number, begins = place.window, place.window_position
         block, record = place.block, place.record
-        reads = self._reads(block, record)
+        reads = self._reads(block, record, begins)
         if self._source.reads_ahead:
             reads = read_ahead(reads, lambda read: int(read.rows.nbytes.sum()))
         for window in self._windows(reads):
@@ -161,15 +184,28 @@ class BlockRecords(RecordOrder):
             return np.arange(count)
         return GlobalOrder(count, self._seed).indices(number + 1, 0, count)
 
-    def _reads(self, block: int, record: int) -> Generator[_Read, None, None]:
-        """What is read at a time, in the order of reading."""
-        for at in range(block, self._source.blocks):
-            which = int(self._blocks.indices(0, at, at + 1)[0])
+    def _reads(self, block: int, record: int, before: int) -> Generator[_Read, None, None]:
+        """What is read at a time, in the order of reading. `before`: records that come earlier."""
+        source = self._source
+        known = source.length is not None
+        done = 0 if known else sum(map(source.block_bytes, self._numbers(0, block)))
+        for at in range(block, source.blocks):
+            (which,) = self._numbers(at, at + 1)
             first = record if at == block else 0
-            for rows in self._source.read_rows(which, first):
+            nbytes = 0 if known else source.block_bytes(which)
+            for rows in source.read_rows(which, first):
+                before += len(rows)
+                self._seen = (before, done + min(nbytes, source.bytes_read()))
                 if len(rows):
                     yield _Read(rows, at, first)
                 first += len(rows)
+            done += nbytes
+            self._seen = (before, done)
+
+    def _numbers(self, low: int, high: int) -> list[int]:
+        """Blocks of the source at these places in the order of reading."""
+        found: list[int] = self._blocks.indices(0, low, high).tolist()
+        return found
 
     def _windows(self, reads: Iterator[_Read]) -> Iterator[WindowRows]:
         """The records, until each window has `window_bytes`."""
