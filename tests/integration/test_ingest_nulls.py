@@ -11,7 +11,9 @@ import pytest
 
 import hpstore
 from hpstore.errors import IngestError
-from hpstore.loaders import Dataset, Field, ingest
+from hpstore.loaders import Dataset, Field, ingest, unfinished_ingests
+from hpstore.loaders.ingestion import arrow_source
+from tests.integration.ingest_cases import Stop, stop_after
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
@@ -95,3 +97,83 @@ def test_names_that_are_no_unicode_are_recorded_with_backslashes(
     os.symlink(b"/nowhere", os.path.join(root, b"good", b"\xfd.png"))
     skipped = ingest(pool, "t", tmp_path / "images", check_images=False, on_error="skip").skipped
     assert [one.name for one in skipped] == ["good/\\udcfd.png"]
+
+
+def late_null(path: Path, at: int, count: int = 6000) -> Any:
+    """A table of twelve row groups whose column `c` has one null."""
+    values = [None if n == at else n for n in range(count)]
+    table = pa.table({"c": pa.array(values, pa.int64()), "n": list(range(count))})
+    pq.write_table(table, path, row_group_size=500)
+    return values
+
+
+def batches_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[str, ...]]]:
+    """Blocks and columns, as they are read."""
+    seen: list[tuple[int, tuple[str, ...]]] = []
+    plain = arrow_source._batches
+
+    def counted(arrow: Any, block: Any, names: Any) -> Any:
+        seen.append((block.part, tuple(names)))
+        return plain(arrow, block, names)
+
+    monkeypatch.setattr(arrow_source, "_batches", counted)
+    return seen
+
+
+def test_columns_without_nulls_are_read_once(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the beginnings of three blocks, by which it is decided."""
+    late_null(tmp_path / "n.parquet", -1)
+    seen = batches_read(monkeypatch)
+    ingest(pool, "t", tmp_path / "n.parquet")
+    assert seen[:3] == [(0, ("c", "n")), (5, ("c", "n")), (11, ("c", "n"))]
+    assert sorted(block for block, _ in seen[3:]) == list(range(12))
+    with Dataset(pool, "t") as found:
+        assert not any(field.optional for field in found.fields.values())
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_null_that_comes_late_makes_the_column_optional(
+    pool: hpstore.Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture, shuffle: bool
+) -> None:
+    """What was written before it goes, and a line says so."""
+    values = late_null(tmp_path / "n.parquet", 3777)
+    small: dict[str, Any] = {"shard_bytes": 1 << 14, "unit_bytes": 1 << 12}
+    ingest(pool, "t", tmp_path / "n.parquet", shuffle=shuffle, window_bytes=1 << 18, **small)
+    (line,) = [record.getMessage() for record in caplog.records if "begins again" in record.msg]
+    assert "column 'c'" in line
+    assert "n.parquet: block 7" in line
+    with Dataset(pool, "t") as found:
+        assert [found.fields[name].optional for name in ("c", "n")] == [True, False]
+        rows = found.__getitems__(range(len(found)))
+        parts = {part.nonce for part in found.manifest.parts}
+    got = sorted((int(row["n"]), None if row["c"] is None else int(row["c"])) for row in rows)
+    assert got == list(enumerate(values))
+    stored = {key.split("/")[2] for key in pool.list("data/t/") if "/" in key[len("data/t/") :]}
+    assert parts <= stored
+    assert len(stored) <= len(parts) + 1  # nothing of the first attempt stays
+
+
+def test_a_run_that_is_resumed_meets_a_late_null_too(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """Cut short before the null: the fields in the journal are those that were assumed."""
+    values = late_null(tmp_path / "n.parquet", 5300)
+    small: dict[str, Any] = {"shard_bytes": 1 << 13, "unit_bytes": 1 << 12, "shuffle": False}
+    with pytest.raises(Stop):
+        ingest(pool, "t", tmp_path / "n.parquet", progress=stop_after(4000), **small)
+    assert unfinished_ingests(pool)
+    report = ingest(pool, "t", tmp_path / "n.parquet", **small)
+    assert report.samples == len(values)
+    with Dataset(pool, "t") as found:
+        assert found[5300]["c"] is None
+        assert int(found[5299]["c"]) == 5299
+
+
+def test_a_null_where_the_user_says_there_is_none_is_a_bad_record(
+    pool: hpstore.Pool, tmp_path: Path
+) -> None:
+    """Late or not."""
+    late_null(tmp_path / "n.parquet", 3777)
+    fields = {"c": Field("int64"), "n": Field("int64")}
+    with pytest.raises(IngestError, match="holds a null: 'c'"):
+        ingest(pool, "t", tmp_path / "n.parquet", fields=fields)

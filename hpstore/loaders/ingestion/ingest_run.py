@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -27,7 +28,12 @@ from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skippe
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import PartsWriter, Target, is_published, replaceable
-from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
+from hpstore.loaders.ingestion.sample_source import (
+    BlockwiseSource,
+    FieldsChanged,
+    IndexedSource,
+    Source,
+)
 from hpstore.loaders.ingestion.source_rows import GROUP_BYTES, SourceItem
 from hpstore.loaders.ingestion.write_order import (
     WINDOW_BYTES,
@@ -42,6 +48,7 @@ from hpstore.loaders.writer.shuffle_on_write import shuffle_seed
 from hpstore.pool.pool import Pool
 from hpstore.units import bytes_argument, whole_argument
 
+_log = logging.getLogger(__name__)
 Fields = Mapping[str, Field] | Sequence[str]
 MAX_SKIPPED = 10_000
 ON_ERROR = ("raise", "skip")
@@ -198,16 +205,26 @@ class _Run:
 
     def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
         """Write and publish; returns the manifest, the journal, and the samples there were."""
+        try:
+            return self._once(fields, resume=resume)
+        except FieldsChanged as found:
+            _log.warning("the ingest of %r begins again: %s", self.name, found)
+            return self._once(fields, resume=False)
+
+    def _once(
+        self, fields: Fields | None, *, resume: bool
+    ) -> tuple[DatasetManifest, Progressed, int]:
         self.whole = fields is None and self.source.fields is None
         journal = Journal(self.pool, self.name)
         found, gone = self._earlier(journal, resume)
         if self.base is not None and fields is None:
             fields = dict(self.base.fields)
+        recalled = found is not None and not isinstance(fields, Mapping)
         if found is not None and not isinstance(fields, Mapping):
             if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
                 raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
             fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
-        chosen, records, ahead = self._opened(fields)
+        chosen, records, ahead = self._opened(fields, recalled=recalled)
         if self.base is not None:
             require_same_fields(self.name, self.base, chosen)
         start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
@@ -266,10 +283,13 @@ class _Run:
         return found
 
     def _opened(
-        self, fields: Fields | None
+        self, fields: Fields | None, *, recalled: bool
     ) -> tuple[dict[str, Field], Records, Generator[PlacedRows, None, None]]:
-        """Fields, the records in the order of writing, and these from the first one on."""
-        if fields is not None:
+        """Fields, the records in the order of writing, and these from the first one on. `recalled`:
+        the fields are what an earlier run had from the source."""
+        if recalled and isinstance(fields, Mapping):
+            self.source.recall(fields)
+        elif fields is not None:
             types = fields if isinstance(fields, Mapping) else {}
             self.source.restrict(list(fields), types)
         known = self.source.fields
@@ -383,6 +403,7 @@ class _Run:
                         total=records.expected,
                         bytes=parts.nbytes,
                         resumed=resumed,
+                        estimated=self.source.length is None,
                     )
                 )
 
@@ -403,7 +424,6 @@ class _Run:
             sample = fitted(item.sample, fields, whole=self.whole)
         except ConfigError as error:
             return str(error)
-                        estimated=self.source.length is None,
         return parts.write(sample, item.origin)
 
     def _left_out(self, item: SourceItem, problem: str, parts: PartsWriter) -> None:

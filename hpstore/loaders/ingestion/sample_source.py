@@ -31,6 +31,11 @@ SLICED_ROWS = 1 << 14  # records looked at together
 BLOCK_SHIFT = 32  # origin of a record in blocks: block << 32 | number in the block
 
 
+class FieldsChanged(IngestError):
+    """A record shows that a source's fields are not what it had taken them for: what was written is
+    thrown away and all is read again, with the fields that it has then."""
+
+
 class Source(ABC):
     """Facts about a source. `length` and `total_bytes` are None where only reading would tell."""
 
@@ -58,6 +63,10 @@ class Source(ABC):
         """Read only these fields, where that saves something; others may still come along. `types`:
         what the user says they are, for sources that do not know themselves."""
         del names, types
+
+    def recall(self, fields: Mapping[str, Field]) -> None:
+        """Read these fields, which an earlier run of the same ingest had from the source itself."""
+        self.restrict(list(fields), fields)
 
 
 def printable(name: str) -> str:
@@ -115,15 +124,6 @@ class BlockwiseSource(Source):
     blocks: int
     reads_ahead = False  # by a thread, while what was read is written
 
-    @abstractmethod
-    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
-        """Records of a block from number `start` on, in their order."""
-
-    def read_rows(self, block: int, start: int) -> Iterator[SourceRows]:
-        """As read_block(), many records at once: by columns where the source has some."""
-        return grouped(self.read_block(block, start))
-
-
     def block_bytes(self, block: int) -> int:
         """About how many bytes of the source are one block; 1 where all blocks are about alike."""
         del block
@@ -133,6 +133,15 @@ class BlockwiseSource(Source):
         """About how many of these were read of the block that is read now, 0 where that is not
         known. Called by the thread that reads."""
         return 0
+
+    @abstractmethod
+    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
+        """Records of a block from number `start` on, in their order."""
+
+    def read_rows(self, block: int, start: int) -> Iterator[SourceRows]:
+        """As read_block(), many records at once: by columns where the source has some."""
+        return grouped(self.read_block(block, start))
+
 
 class InferredFields(BlockwiseSource):
     """A source without a schema: its fields are inferred when they are asked for the first time.
