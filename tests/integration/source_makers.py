@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,15 @@ def record(number: int) -> dict[str, Any]:
     """An int and some text; each its own."""
     rng = np.random.default_rng(number)
     return {"n": number, "s": rng.bytes(VALUE).hex()}
+
+
+def package(name: str, extra: str) -> Any:
+    """A module, which an extra installs. Skips where it is missing, or was built for another
+    torch."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"needs {name} (the extra `{extra}`): {error}")
 
 
 def jsonl(folder: Path, count: int) -> Path:
@@ -73,10 +83,34 @@ def lance(folder: Path, count: int) -> Path:
     return folder / "a.lance"
 
 
+def mds(folder: Path, count: int) -> Path:
+    """Shards of a few samples, by mosaicml-streaming's writer."""
+    made = package("streaming.base.format.mds", "mds")
+    columns = {"n": "int", "s": "str"}
+    with made.MDSWriter(out=str(folder / "a"), columns=columns, size_limit=40_000) as writer:
+        for number in range(count):
+            writer.write(record(number))
+    return folder / "a"
+
+
+def litdata(folder: Path, count: int) -> Path:
+    """Chunks of seven samples, by litdata's own Cache."""
+    streaming = package("litdata.streaming", "litdata")
+    (folder / "a").mkdir()
+    cache = streaming.Cache(str(folder / "a"), chunk_size=7)
+    for number in range(count):
+        cache[number] = record(number)
+    cache.done()
+    cache.merge()
+    return folder / "a"
+
+
 MAKERS: dict[str, Maker] = {
     "jsonl": jsonl,
     "csv": csv_files,
     "tfrecord": tfrecord,
     "hdf5": hdf5,
     "lance": lance,
+    "mds": mds,
+    "litdata": litdata,
 }

@@ -15,6 +15,9 @@ from tests.integration.ingest_cases import SHARD, cut_short, keys_left, make_poo
 from tests.integration.source_makers import MAKERS, record
 
 COUNT = 60
+pytestmark = pytest.mark.filterwarnings(  # litdata leaves files to the garbage collection
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 EVERY = pytest.mark.parametrize("kind", MAKERS)
 
 

@@ -17,7 +17,9 @@ from hpstore.loaders.ingestion.hugging_face_source import hugging_face
 from hpstore.loaders.ingestion.image_source import ImageFolder
 from hpstore.loaders.ingestion.json_lines_source import JsonLines
 from hpstore.loaders.ingestion.lance_source import LanceRows
+from hpstore.loaders.ingestion.litdata_source import LitDataChunks
 from hpstore.loaders.ingestion.lmdb_source import LmdbRecords
+from hpstore.loaders.ingestion.mds_source import MdsShards
 from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
 from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
 from hpstore.loaders.ingestion.sample_source import Source
@@ -77,7 +79,7 @@ def open_source(
     refuse_splits(source)
     if isinstance(source, str | os.PathLike):
         where = os.fspath(source)
-        return _from_path(where, format_of(where, format), check_images, given)
+        return _from_path(where, format_of(where, format), check_images, names, given)
     refuse_options(f"a {type(source).__name__}", given, ())
     if isinstance(source, Source):
         return source
@@ -103,7 +105,13 @@ def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: du
     raise ConfigError(f"a {type(source).__name__} is no source of samples")
 
 
-def _from_path(where: str, kind: SourceFormat, check_images: bool, given: dict[str, Any]) -> Source:
+def _from_path(
+    where: str,
+    kind: SourceFormat,
+    check_images: bool,
+    names: Sequence[str] | None,
+    given: dict[str, Any],
+) -> Source:
     if kind is not SourceFormat.ZARR and not (kind in REMOTE and is_remote(where)):
         where = local_path(where)
     refuse_options(kind, given, OPTIONS.get(kind, ()))
@@ -118,6 +126,8 @@ def _from_path(where: str, kind: SourceFormat, check_images: bool, given: dict[s
         SourceFormat.HDF5: lambda: Hdf5Arrays(where, **given),
         SourceFormat.LMDB: lambda: LmdbRecords(where, **given),
         SourceFormat.LANCE: lambda: LanceRows(where),
+        SourceFormat.MDS: lambda: MdsShards(where),
+        SourceFormat.LITDATA: lambda: LitDataChunks(where, names=names),
         SourceFormat.NUMPY: lambda: numpy_files(where),
         SourceFormat.ZARR: lambda: _zarr(where),
     }

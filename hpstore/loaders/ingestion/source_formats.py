@@ -17,6 +17,7 @@ from hpstore.loaders.ingestion.json_lines_source import JSON_LINES
 from hpstore.loaders.ingestion.lance_source import LANCE
 from hpstore.loaders.ingestion.lmdb_source import LMDB
 from hpstore.loaders.ingestion.numpy_source import NUMPY
+from hpstore.loaders.ingestion.shard_index import INDEX, of_index
 from hpstore.loaders.ingestion.source_paths import local_path
 from hpstore.loaders.ingestion.table_files import no_table
 from hpstore.loaders.ingestion.tfrecord_source import TFRECORD
@@ -41,6 +42,8 @@ class SourceFormat(StrEnum):
     HDF5 = "hdf5"
     LMDB = "lmdb"
     LANCE = "lance"
+    MDS = "mds"
+    LITDATA = "litdata"
     NUMPY = "numpy"
     ZARR = "zarr"
 
@@ -55,6 +58,7 @@ ENDINGS: dict[SourceFormat, tuple[str, ...]] = {
     SourceFormat.HDF5: HDF5,
     SourceFormat.LMDB: LMDB,
     SourceFormat.LANCE: LANCE,
+    SourceFormat.MDS: (".mds",),
     SourceFormat.NUMPY: NUMPY,
     SourceFormat.ZARR: (".zarr",),
 }
@@ -85,9 +89,14 @@ def _by_ending(name: str) -> SourceFormat | None:
 
 
 def _of_folder(path: Path) -> SourceFormat:
-    """By zarr's own files, else by the first file of a known ending, at the top, then below."""
+    """By the files of zarr, MDS and LitData, else by the first file of a known ending, at the top,
+    then below."""
     if any((path / name).is_file() for name in ZARR_FILES):
         return SourceFormat.ZARR
+    if (path / INDEX).is_file():
+        kind = of_index(path)
+        if kind:
+            return SourceFormat(kind)
     for names in (sorted(os.listdir(path)), _below(path)):
         for name in names:
             found = _by_ending(name.lower())
