@@ -48,8 +48,8 @@ def _installed() -> ctypes.CDLL | None:
 
 
 def copy_rows(rows: ValueRows, out: Bytes, starts: Int64s) -> None:
-    """Copy row i to byte `starts[i]` of `out`, uint8 (bytes,). Any thread, without the
-    interpreter's lock; targets do not overlap. Raises IndexError for what is outside of memory.
+    """Copy row i to byte `starts[i]` of `out`, uint8 (bytes,). Any thread, without
+    the GIL; targets do not overlap. Raises IndexError for what is outside of memory.
     """
     _require_inside(out, starts, rows.lengths)
     sources, library = rows.addresses(), _installed()
@@ -65,7 +65,7 @@ def copy_rows(rows: ValueRows, out: Bytes, starts: Int64s) -> None:
 def read_ranges(file: int, offsets: Int64s, out: Bytes, starts: Int64s, lengths: Int64s) -> None:
     """Read `lengths[i]` bytes from byte `offsets[i]` of an open file to byte `starts[i]` of `out`.
 
-    Any thread, without the interpreter's lock. Raises OSError, and EOFError where the file ends
+    Any thread, without the GIL. Raises OSError, and EOFError where the file ends
     before a range does.
     """
     _require_inside(out, starts, lengths)
@@ -103,7 +103,7 @@ def _read_one_by_one(
 def read_files(paths: Sequence[str], out: Bytes, starts: Int64s, rooms: Int64s) -> Int64s:
     """Read files whole, the i-th to byte `starts[i]` of `out`, `rooms[i]` bytes at most.
 
-    Any thread, without the interpreter's lock. Returns how many bytes there were of each; of one
+    Any thread, without the GIL. Returns how many bytes there were of each; of one
     that cannot be read, its errno below zero.
     """
     _require_inside(out, starts, rooms)

@@ -33,7 +33,7 @@ class FilePosition:
         """This file is read from now on."""
         self._file, self._last = file, 0
 
-    def tell(self) -> int:
+    def reached(self) -> int:
         """Bytes read so far, with what lies in buffers; of a closed file, those at the last call.
         Called by the thread that reads."""
         if self._file is not None:

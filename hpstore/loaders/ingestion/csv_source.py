@@ -77,7 +77,7 @@ class CsvFiles(InferredFields):
         return self._files[block].stat().st_size
 
     def bytes_read(self) -> int:
-        return self._position.tell()
+        return self._position.reached()
 
     def _columns(self) -> list[str]:
         """The header of the first file that can be read; those of all are alike. Raises

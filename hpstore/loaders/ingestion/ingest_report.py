@@ -11,7 +11,7 @@ from hpstore.loaders.ingestion.ingest_journal import Skipped
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestProgress:
     """How far it is. `total`: None where the source does not know its length and too little is read
-    to estimate it; `estimated`: it is the share of the source that is read that tells."""
+    to estimate it; `estimated`: by the share of it that is read."""
 
     records: int  # taken from the source, with skipped ones
     total: int | None

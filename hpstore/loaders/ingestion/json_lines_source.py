@@ -81,7 +81,7 @@ class JsonLines(InferredFields):
         return size if part.stop is None else min(part.stop, size) - part.first
 
     def bytes_read(self) -> int:
-        return self._position.tell()
+        return self._position.reached()
 
     def _found(self) -> dict[str, Field]:
         """By the user, else by the first objects. Raises ConfigError, IngestError."""

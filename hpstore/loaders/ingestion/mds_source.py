@@ -162,7 +162,7 @@ def _package() -> tuple[Any, Callable[[str, bytes], object]]:  # Any: the packag
 
 
 def _field(encoding: str) -> Field | None:
-    """The field of a column; None where only its values tell."""
+    """The field of a column; None where that depends on its values."""
     if encoding in _FIELDS:
         return Field(_FIELDS[encoding])
     kind, *rest = encoding.split(":")

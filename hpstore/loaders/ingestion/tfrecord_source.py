@@ -62,7 +62,7 @@ class TfRecords(InferredFields):
         return self._files[block].stat().st_size
 
     def bytes_read(self) -> int:
-        return self._position.tell()
+        return self._position.reached()
 
     def _found(self) -> dict[str, Field]:
         if self._names is not None and all(name in self._types for name in self._names):

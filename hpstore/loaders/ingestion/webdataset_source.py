@@ -286,7 +286,7 @@ class TarStreams(BlockwiseSource):
         return self._files[block].stat().st_size
 
     def bytes_read(self) -> int:
-        return self._position.tell()
+        return self._position.reached()
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._wanted = replace(self._wanted, names=frozenset(names), types=types)
