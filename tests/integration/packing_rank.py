@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def main() -> None:
     saved = config.parent / "state.json"
     with hpstore.open(config) as pool, Dataset(pool, "a") as data:
         packing = Packing(field="tokens", length=LENGTH, separator=EOS)
-        with DataLoader(data, size, shuffle=True, seed=5, tail="uneven", packing=packing) as loader:
+        with closing(
+            DataLoader(data, size, shuffle=True, seed=5, tail="uneven", packing=packing)
+        ) as loader:
             if saved.exists():
                 loader.load_state_dict(json.loads(saved.read_text()))
             batches = iter(loader)

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,9 +47,9 @@ def test_an_epoch_on_two_ranks_and_then_on_three_has_every_token_once(tmp_path: 
     order, end to end, each with its separator, cut every 128 tokens."""
     with written_sets(tmp_path) as (a, _):
         packing = Packing(field="tokens", length=packing_rank.LENGTH, separator=EOS)
-        with DataLoader(a.data, 1, shuffle=True, seed=5, packing=packing) as loader:
-            order = loader.order.documents  # type: ignore[union-attr]
-        numbers = order.indices(0, 0, order.length).tolist()
+        with closing(DataLoader(a.data, 1, shuffle=True, seed=5, packing=packing)) as loader:
+            order: Any = loader.order
+        numbers = order.documents.indices(0, 0, order.documents.length).tolist()
     wanted = [token for number in numbers for token in [*a.tokens[number], EOS]]
     batches = torchrun(tmp_path / "pool.toml", 2, 5, 3)
     assert [len(batch) for batch in batches] == [3] * 10

@@ -287,7 +287,7 @@ def test_a_litdata_index_that_lies_or_is_not_read_is_said(
 def test_samples_of_other_types_than_json_s_are_refused(tmp_path: Path) -> None:
     """A defaultdict would have litdata import what the index names."""
     folder = litdata(tmp_path, 10)
-    leaf = {"type": None, "context": None, "children_spec": []}
+    leaf: Index = {"type": None, "context": None, "children_spec": []}
     odd = {
         "type": "collections.defaultdict",
         "context": json.dumps(

@@ -63,6 +63,7 @@ class LitDataChunks(BlockwiseSource):
             raise
         except (OSError, *MALFORMED) as error:
             raise MalformedFile(f"{self.where} is no LitData: {brief(error)}") from error
+        self._named = [folder / INDEX, *self._files]
         self._cache, self._index = _opened(folder)
         self.blocks, self.length = len(self._files), sum(self._counts)
 
@@ -88,8 +89,8 @@ class LitDataChunks(BlockwiseSource):
             )
 
     def fingerprint(self) -> str:
-        """Over the path, size and time of change of every chunk."""
-        return digest_of([self.kind, self._names_given or [], *file_facts(self._files)])
+        """Over the names given, and the path, size and time of change of all files."""
+        return digest_of([self.kind, self._names_given or [], *file_facts(self._named)])
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
         before = sum(self._counts[:block])

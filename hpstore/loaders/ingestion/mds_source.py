@@ -57,7 +57,7 @@ class MdsShards(IndexedSource):
         reader, self._decode = _package()
         folder = Path(local_path(where))
         folder = folder.parent if folder.name == INDEX else folder
-        self.where = printable(str(where))
+        self.where, self._index = printable(str(where)), folder / INDEX
         found = read_index(folder)
         self._readers: list[Any] = []  # Any: the package's
         self._files: list[Path] = []
@@ -106,8 +106,8 @@ class MdsShards(IndexedSource):
         return found
 
     def fingerprint(self) -> str:
-        """Over the path, size and time of change of every shard."""
-        return digest_of([self.kind, *file_facts(self._files)])
+        """Over the path, size and time of change of the index and of every shard."""
+        return digest_of([self.kind, *file_facts([self._index, *self._files])])
 
     def _place(self, index: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, index, "right"))
