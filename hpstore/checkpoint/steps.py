@@ -42,17 +42,18 @@ class Steps:
     def __call__(self) -> list[int]:
         """Return the committed steps, ascending; the same as list()."""
         self._settled()
-        return sorted({each.step for each in listed_steps(self._catalogs)})
+        return sorted({each.step for each in listed_steps(self.catalogs)})
 
     @property
-    def _catalogs(self) -> list[StepCatalog]:
+    def catalogs(self) -> list[StepCatalog]:
+        """Of all pools of the run: the one that is saved into, then the tiers."""
         return [self._catalog, *self._saver.tiers.catalogs]
 
     def _having(self, step: int) -> list[StepCatalog]:
         """Those that have a step, the further pools first; the first pool where none has it. Raises
         where a pool cannot be listed: what is done to a step must not leave one of its copies out.
         """
-        catalogs = self._catalogs
+        catalogs = self.catalogs
         if len(catalogs) == 1:
             return catalogs
         return [each for each in reversed(catalogs) if step in each.all()] or catalogs[:1]
@@ -70,7 +71,22 @@ class Steps:
         StepCatalog
             Of that pool.
         """
-        return nearest(self._catalogs, step)
+        return self.catalogs_of(step)[0]
+
+    def catalogs_of(self, step: int) -> Sequence[StepCatalog]:
+        """Find the pools that have a step, the nearest first; the first one where none has it.
+
+        Parameters
+        ----------
+        step
+            A committed step.
+
+        Returns
+        -------
+        sequence of StepCatalog
+            Of these pools; never empty.
+        """
+        return nearest(self.catalogs, step)
 
     def latest(self) -> int | None:
         """Return the newest step whose manifest and segments can be read; None without one.
@@ -79,7 +95,7 @@ class Steps:
         left to its writer process on this host is waited for, at most SaveOptions(drain_seconds=).
         """
         self._catalog.left.wait()
-        return newest_valid(self._catalogs)
+        return newest_valid(self.catalogs)
 
     def manifest(self, step: int) -> Manifest:
         """Read the manifest of a step.
@@ -174,7 +190,7 @@ class Steps:
             progress=progress,
         )
 
-    def delete(self, step: int, *, force: bool = False) -> None:
+    def delete(self, step: int, *, force: bool = False, tiers: bool = True) -> None:
         """Delete a step: its manifest first, then the segments that it alone names.
 
         Parameters
@@ -183,6 +199,8 @@ class Steps:
             A committed step.
         force
             Delete a protected step, too.
+        tiers
+            False: in the first pool alone, as retention does; what tiers hold goes by theirs.
 
         Raises
         ------
@@ -190,7 +208,7 @@ class Steps:
             The step is protected, or there is none.
         """
         self._settled()
-        for catalog in self._having(step):
+        for catalog in self._having(step) if tiers else [self._catalog]:
             catalog.delete(step, force=force)
 
     def retain(self, *, dry_run: bool = False) -> list[StepDecision]:
@@ -256,14 +274,14 @@ class Steps:
         CheckpointError
             Nothing is protected by this name.
         """
-        having = [catalog for catalog in self._catalogs if name in catalog.protected()]
+        having = [catalog for catalog in self.catalogs if name in catalog.protected()]
         for catalog in having or [self._catalog]:
             catalog.unprotect(name)
 
     def protected(self) -> dict[str, int]:
         """Return the protected steps by name."""
         found: dict[str, int] = {}
-        for catalog in reversed(self._catalogs):
+        for catalog in reversed(self.catalogs):
             found |= catalog.protected()
         return found
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpstore.checkpoint import Tier
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
@@ -20,6 +21,7 @@ from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rank_messages import agreed, of_bytes, to_bytes
 from hpstore.trainers.sharded_parts import inner_optimizer, weights_of
+from hpstore.trainers.tier_names import tiers_here
 
 try:
     from accelerate import Accelerator
@@ -61,6 +63,9 @@ class PoolAccelerate(Closing):
         Output directories below it are named relative to it, so that a run may move.
     commit_seconds
         How long a rank waits for the others.
+    tiers
+        Further pools that get copies of states, and from which one is loaded that the pool has not
+        got: `Tier(pool=cold, keep_last=20)`. A Tier's `every` and `keep_every` count saves.
 
     Raises
     ------
@@ -79,6 +84,7 @@ class PoolAccelerate(Closing):
         keep_last: int | None = None,
         root: PathLike | None = None,
         commit_seconds: float = 1800.0,
+        tiers: Iterable[Tier] = (),
     ) -> None:
         kind = job_kind(accelerator.distributed_type, accelerator.state.__dict__.get("fsdp_plugin"))
         self._sharded = kind is Parallelism.SHARDED
@@ -94,6 +100,7 @@ class PoolAccelerate(Closing):
             keep_last=keep_last,
             ranks=self._ranks if self._sharded else None,
             commit_seconds=commit_seconds,
+            tiers=tiers_here(tiers, saves=accelerator.is_main_process or self._sharded),
         )
         self._closed = False
         accelerator.save_state = self.save_state

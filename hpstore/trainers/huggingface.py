@@ -7,22 +7,16 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from hpstore.checkpoint import Checkpointer, LoadOptions, Preempted, SaveOptions
+from hpstore.checkpoint import Checkpointer, LoadOptions, Preempted, SaveOptions, Tier
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.state_tree import PerRank
-from hpstore.errors import (
-    CheckpointError,
-    ConfigError,
-    IntegrityError,
-    ObjectNotFound,
-    RedundancyError,
-)
+from hpstore.errors import CheckpointError, ConfigError
 from hpstore.runtime.closing import Closing
 from hpstore.trainers.checkpoint_paths import PathLike
 from hpstore.trainers.job_kinds import Parallelism, job_kind, kind_of_this_job, require_kind
@@ -31,7 +25,15 @@ from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rank_messages import agreed
 from hpstore.trainers.resume_folder import trainer_rng, write_resume_folder
 from hpstore.trainers.shard_loading import ShardLoading
-from hpstore.trainers.sharded_parts import damaged_share, inner_optimizer, read_without, weights_of
+from hpstore.trainers.sharded_parts import (
+    UNREADABLE,
+    inner_optimizer,
+    of_nearest,
+    read_tree,
+    read_without,
+    verify_share,
+    weights_of,
+)
 
 try:
     from transformers import TrainerCallback
@@ -39,7 +41,6 @@ except ModuleNotFoundError as error:
     raise missing("transformers and accelerate", "huggingface") from error
 
 _log = logging.getLogger(__name__)
-_UNREADABLE = (IntegrityError, RedundancyError, ObjectNotFound)
 
 
 class PoolTrainerCallback(TrainerCallback, Closing):
@@ -74,6 +75,8 @@ class PoolTrainerCallback(TrainerCallback, Closing):
     save_frozen
         False leaves out parameters that are not trained, as of the base model under PEFT's
         adapters: the model that resumes must have them already.
+    tiers
+        As of Checkpointer: a resume takes a step from the nearest pool that can read it.
 
     Raises
     ------
@@ -91,6 +94,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         every: int | None = None,
         on_sigterm: str = "finish",
         save_frozen: bool = True,
+        tiers: Iterable[Tier] = (),
     ) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError("every must be a whole number of at least 1, or None")
@@ -108,6 +112,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             keep_every=keep_every,
             rng=False,
             save=SaveOptions(on_sigterm=on_sigterm),
+            tiers=tiers,
         )
         self._ranks = Ranks(self.checkpoints.saver.options.commit_seconds)
         self._stopping: int | None = None  # the last step, after SIGTERM
@@ -245,8 +250,8 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         steps = self.checkpoints.steps()
         for step in reversed(steps):
             try:
-                return step, self.checkpoints.read(step).tree()
-            except _UNREADABLE as error:
+                return step, read_tree(self.checkpoints, step, rank=self._ranks.rank)
+            except UNREADABLE as error:
                 _log.warning("checkpoint step %d is passed over: %s", step, error)
         if steps:
             raise CheckpointError(f"none of the checkpoints {steps[-8:]} can be read now")
@@ -269,15 +274,15 @@ class PoolTrainerCallback(TrainerCallback, Closing):
     def _damage(self, step: int) -> str:
         """What is wrong with this rank's share of a step, "" for nothing."""
         try:
-            names = damaged_share(self.checkpoints, step, self._ranks.rank, self._ranks.world)
+            verify_share(self.checkpoints, step, self._ranks.rank, self._ranks.world)
         except Exception as error:  # noqa: BLE001 (told to the other ranks)
             return f"{type(error).__name__}: {error}"
-        return f"damaged are {names[:4]}" if names else ""
+        return ""
 
     def _written(self, step: int, loaded: dict[str, Any] | None, parent: PathLike) -> str:
         """A folder with all that the Trainer looks for."""
-        saved = self.checkpoints.read(step)
-        loaded = saved.tree() if loaded is None else loaded
+        if loaded is None:
+            loaded = read_tree(self.checkpoints, step, rank=self._ranks.rank)
         self._drop_folder()
         self._folder = write_resume_folder(
             parent,
@@ -285,7 +290,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             step,
             rank=self._ranks.rank,
             world=self._ranks.world,
-            saved_by=saved.manifest.world,
+            saved_by=self._saved_by(step),
         )
         if self._ranks.world > 1 and ShardLoading.known():
             self._loading = ShardLoading(self._folder, _refuse_shards, wanted=())
@@ -302,11 +307,15 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             step,
             rank=self._ranks.rank,
             world=self._ranks.world,
-            saved_by=self.checkpoints.steps.manifest(step).world,
+            saved_by=self._saved_by(step),
         )
         self._loading = ShardLoading(self._folder, partial(self._fill_shards, step))
         self._loading.open()
         return self._folder
+
+    def _saved_by(self, step: int) -> int:
+        """How many ranks have saved a step."""
+        return of_nearest(self.checkpoints, step, lambda catalog: catalog.facts(step).world)
 
     def _fill_shards(self, step: int, target: Mapping[str, Any]) -> None:
         """Restore a model or an optimizer. Collective."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from hpstore.checkpoint import Tier
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.runtime.closing import Closing
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
+from hpstore.trainers.tier_names import tiers_here
 
 try:
     import ignite.distributed as idist
@@ -39,6 +41,9 @@ class PoolSaveHandler(BaseSaveHandler, Closing):  # type: ignore[misc]  # ignite
         As of ignite's Checkpoint, which has an argument of this name, too.
     allow_pickle
         Save and load objects of any type; loading runs code that their writer chose.
+    tiers
+        Further pools that get copies, and from which what this pool has not got is loaded. A Tier's
+        `every` and `keep_every` count saves.
 
     Raises
     ------
@@ -47,13 +52,24 @@ class PoolSaveHandler(BaseSaveHandler, Closing):  # type: ignore[misc]  # ignite
     """
 
     def __init__(
-        self, pool: PoolLike, prefix: str, *, save_on_rank: int = 0, allow_pickle: bool = False
+        self,
+        pool: PoolLike,
+        prefix: str,
+        *,
+        save_on_rank: int = 0,
+        allow_pickle: bool = False,
+        tiers: Iterable[Tier] = (),
     ) -> None:
         if type(save_on_rank) is not int or save_on_rank < 0:
             raise ConfigError(f"save_on_rank is {save_on_rank!r}, not the number of a rank")
         self.pool, self._opened = as_pool(pool)
         self.save_on_rank = save_on_rank
-        self.checkpoints = NamedCheckpoints(self.pool, prefix, allow_pickle=allow_pickle)
+        self.checkpoints = NamedCheckpoints(
+            self.pool,
+            prefix,
+            allow_pickle=allow_pickle,
+            tiers=tiers_here(tiers, saves=self._saves()),
+        )
         self._leaving: list[str] = []  # until the save is durable that takes their place
 
     def __call__(

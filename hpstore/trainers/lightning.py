@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from hpstore.checkpoint import Tier
 from hpstore.checkpoint.state.fill_objects import map_tensors
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.pool.pool import Pool
 from hpstore.trainers.checkpoint_paths import PathLike, name_of, path_of
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from hpstore.trainers.optional_import import PoolLike, UnopenedPool, as_pool, missing
+from hpstore.trainers.tier_names import UnopenedTier, close_all, leads_job, opened_tiers, tiers_here
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -87,6 +89,9 @@ class PoolCheckpointIO(CheckpointIO):
     files
         torch.save writes each checkpoint to its path, too, in the place of the marker, while the
         trainer waits: for code that opens the path itself (load_from_checkpoint, torch.load).
+    tiers
+        Further pools that get copies, and from which what the pool has not got is loaded. A Tier's
+        `every` and `keep_every` count saves.
     """
 
     def __init__(
@@ -97,7 +102,10 @@ class PoolCheckpointIO(CheckpointIO):
         root: PathLike | None = None,
         allow_pickle: bool = False,
         files: bool = False,
+        tiers: Iterable[Tier] = (),
     ) -> None:
+        self._tiers: Sequence[Tier | UnopenedTier] = tuple(tiers)
+        self._tier_pools: list[Pool] = []  # opened here
         self._pool, self.prefix, self._allow_pickle = pool, prefix, allow_pickle
         self.files = files
         self.root = None if root is None else os.path.realpath(root)
@@ -109,7 +117,17 @@ class PoolCheckpointIO(CheckpointIO):
         """The checkpoints by name; opens the pool at the first use."""
         if self._named is None:
             self._pool, self._opened = as_pool(self._pool)
-            self._named = NamedCheckpoints(self._pool, self.prefix, allow_pickle=self._allow_pickle)
+            tiers, self._tier_pools = opened_tiers(self._tiers)
+            try:
+                self._named = NamedCheckpoints(
+                    self._pool,
+                    self.prefix,
+                    allow_pickle=self._allow_pickle,
+                    tiers=tiers_here(tiers, saves=leads_job()),
+                )
+            except BaseException:
+                close_all(self._tier_pools)
+                raise
         return self._named
 
     # --- what Lightning calls -----------------------------------------------------------------
@@ -204,7 +222,9 @@ class PoolCheckpointIO(CheckpointIO):
         pool = self._pool
         if isinstance(pool, Pool):
             pool = UnopenedPool(config=pool.config, read_only=pool.read_only)
-        return {**self.__dict__, "_pool": pool, "_named": None, "_opened": False}
+        tiers = [t if isinstance(t, UnopenedTier) else UnopenedTier.of(t) for t in self._tiers]
+        unopened = {"_named": None, "_opened": False, "_tiers": tiers, "_tier_pools": []}
+        return {**self.__dict__, "_pool": pool, **unopened}
 
     def close(self) -> None:
         """Wait, and close the pool if it was opened here. Idempotent."""
@@ -214,6 +234,7 @@ class PoolCheckpointIO(CheckpointIO):
         try:
             named.close()
         finally:
+            close_all(self._tier_pools)
             if self._opened:
                 named.pool.close()
                 self._pool, self._opened = os.fspath(named.pool.config.path), False

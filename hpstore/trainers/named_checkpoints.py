@@ -10,7 +10,7 @@ A checkpoint is deleted only after its name was read and means another one, or n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hpstore.checkpoint import Checkpointer, LoadOptions, SaveHandle, SaveOptions
+from hpstore.checkpoint import Checkpointer, LoadOptions, SaveHandle, SaveOptions, Tier
 from hpstore.checkpoint.catalog.not_found_hint import SAVES
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
@@ -39,7 +39,8 @@ from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.trainers.rank_messages import agreed
-from hpstore.trainers.sharded_parts import read_without
+from hpstore.trainers.sharded_parts import read_tree, read_without
+from hpstore.trainers.tier_names import TierNames, checked_trainer_tiers
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +93,8 @@ class NamedCheckpoints(Closing):
     allow_pickle: as of Checkpointer. ranks: those that save together, each its shards; they all
     call save(), load_into(), wait() and close(), and rank 0 alone names and removes. Without them
     this process saves for itself.
+    tiers: further pools, which get copies of the checkpoints. One that has left this pool by its
+    removal or keep_last is there by its name as long as a tier holds it.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class NamedCheckpoints(Closing):
         allow_pickle: bool = False,
         ranks: Ranks | None = None,
         commit_seconds: float = SaveOptions().commit_seconds,
+        tiers: Iterable[Tier] = (),
     ) -> None:
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             raise ConfigError("keep_last must be a whole number of at least 1, or None")
@@ -115,11 +119,14 @@ class NamedCheckpoints(Closing):
             group=None if self._ranks.world > 1 else "alone",
             allow_pickle=allow_pickle,
             save=SaveOptions(commit_seconds=commit_seconds),
+            tiers=checked_trainer_tiers(tiers),
         )
+        self._tier_names = TierNames(self._checkpoints)
         self._worker: WorkerThreads | None = None  # from a save or a removal to the next wait()
         self._pending: list[Future[None]] = []  # of the one save under way and its removals
         # names to remove, and whom to tell; the worker's alone
         self._postponed: dict[str, Callable[[], None] | None] = {}
+        self._until_copied = False  # something of the first pool waits for a copy; the worker's
         self._whole = True  # the last save is durable with full parity; the worker's alone
         self._number: int | None = None  # of the last save here
         self._closed = False
@@ -235,8 +242,11 @@ class NamedCheckpoints(Closing):
         doubted = Named.decode(self.pool.get(key), where=key)
         current = self._read(doubted.name)  # raises when that is not certain
         meant = current is not None and current.number == doubted.number
-        if not meant and doubted.number in self._checkpoints.steps():
-            self._checkpoints.delete(doubted.number)
+        if not meant and doubted.number in self._checkpoints.steps.catalogs[0].all():
+            if doubted.number in self._checkpoints.saver.tiers.held().values():
+                self._until_copied = True
+                return
+            self._checkpoints.steps.delete(doubted.number, tiers=False)
         self.pool.delete(key)
 
     def _doubt(self, named: Named) -> None:
@@ -259,9 +269,15 @@ class NamedCheckpoints(Closing):
         found = [self._read(key.removeprefix(f"{self.prefix}/names/")) for key in keys]
         return [named for named in found if named is not None]
 
+    def _everywhere(self) -> list[Named]:
+        """Those named here, and those of other names that tiers hold."""
+        here = self._named()
+        others = self._tier_names.besides({named.name for named in here})
+        return here + [Named(name=name, number=number) for name, number in others.items()]
+
     def names(self) -> list[str]:
         """Names of durable checkpoints, oldest save first. Waits for nothing under way."""
-        return [named.name for named in sorted(self._named(), key=lambda named: named.number)]
+        return [named.name for named in sorted(self._everywhere(), key=lambda named: named.number)]
 
     def latest(self) -> str | None:
         """The name saved last among those that can be read; None when there is none.
@@ -271,7 +287,7 @@ class NamedCheckpoints(Closing):
         """
         self._await_pending()
         valid = self._checkpoints.latest_valid()
-        found = [n for n in self._named() if valid is not None and n.number <= valid]
+        found = [n for n in self._everywhere() if valid is not None and n.number <= valid]
         return max(found, key=lambda named: named.number).name if found else None
 
     def load(self, name: str, *, missing: Callable[[], str] = lambda: "") -> dict[str, Any]:
@@ -282,10 +298,13 @@ class NamedCheckpoints(Closing):
         """
         self.wait()
         number = self._known(name, missing).number
-        return self._of_name(name, number, self._checkpoints.read(number).tree())
+        return self._of_name(name, number, read_tree(self._checkpoints, number))
 
     def _known(self, name: str, missing: Callable[[], str] = lambda: "") -> Named:
         named = self._read(name)
+        if named is None:
+            number = self._tier_names.besides(()).get(name)
+            named = None if number is None else Named(name=name, number=number)
         if named is None:
             raise CheckpointError(
                 f"no checkpoint {name!r} under {self.prefix!r}; the newest are "
@@ -368,10 +387,17 @@ class NamedCheckpoints(Closing):
             return
         try:
             self.wait()
+            self._after_copies()
         finally:
             self._closed = True
             self._end_worker()
             self._checkpoints.close()
+
+    def _after_copies(self) -> None:
+        """What stayed here until it was copied goes now."""
+        if self._until_copied and self._whole:
+            self._checkpoints.tiers.wait()
+            self._tidy()
 
 
 def _await(handle: SaveHandle) -> None:

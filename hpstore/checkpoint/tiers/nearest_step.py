@@ -71,9 +71,9 @@ def newest_valid(catalogs: Sequence[StepCatalog]) -> int | None:
     return newest
 
 
-def nearest(catalogs: Sequence[StepCatalog], step: int) -> StepCatalog:
-    """The first pool that has a step; the first of all where none has it."""
+def nearest(catalogs: Sequence[StepCatalog], step: int) -> Sequence[StepCatalog]:
+    """The pools that have a step, the first one first; the first of all where none has it."""
     if len(catalogs) == 1:
-        return catalogs[0]
+        return catalogs
     pools = [each.pool for each in listed_steps(catalogs) if each.step == step]
-    return catalogs[min(pools, default=0)]
+    return [catalogs[number] for number in pools] or catalogs[:1]

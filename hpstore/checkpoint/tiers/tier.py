@@ -27,6 +27,9 @@ class Tier:
         How fast steps are copied at most. Default: as fast as the devices are.
     retry_seconds
         How long a copy that fails is tried again.
+    copies
+        False: steps are restored from it, and none is copied there, as by a process that saves
+        nothing.
 
     Raises
     ------
@@ -42,6 +45,7 @@ class Tier:
     keep_for: float | str | None = None
     rate_bytes_per_second: float | None = None
     retry_seconds: float = 120.0
+    copies: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.pool, Pool):
@@ -55,6 +59,8 @@ class Tier:
             raise ConfigError("rate_bytes_per_second must be a number above 0, or None")
         if not _is_number(self.retry_seconds, above=-1):
             raise ConfigError("retry_seconds must be a number of seconds of at least 0")
+        if type(self.copies) is not bool:
+            raise ConfigError(f"copies is {self.copies!r}, not True or False")
         _ = self.retention  # raises for what retention does not take
 
     @property
@@ -70,7 +76,8 @@ class Tier:
 
 def is_due(tier: Tier, step: int) -> bool:
     """Whether a step is copied: never into a pool that was opened read-only."""
-    return not tier.pool.read_only and (tier.every is None or step % tier.every == 0)
+    takes = tier.copies and not tier.pool.read_only
+    return takes and (tier.every is None or step % tier.every == 0)
 
 
 def checked_tiers(pool: Pool, tiers: Iterable[Tier]) -> tuple[Tier, ...]:

@@ -232,7 +232,7 @@ class TierCopies:
     def catch_up(self) -> None:
         """Copy what an earlier process has left, as far as the tiers can be reached."""
         for copier in self.copiers:
-            if copier.tier.pool.read_only:
+            if copier.tier.pool.read_only or not copier.tier.copies:
                 continue  # also the pool of an evaluator
             try:
                 copier.catch_up()
