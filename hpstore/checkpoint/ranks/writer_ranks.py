@@ -84,7 +84,7 @@ def join_writers(
         found = store or _connected(address, seconds)
         dist.init_process_group("gloo", store=found, rank=rank, world_size=world, timeout=seconds)
         return Ranks(commit_seconds, advice="The next save starts new writers.")
-    except (RuntimeError, OSError, ValueError) as error:
+    except (RuntimeError, OSError, ValueError, CheckpointError) as error:
         raise CheckpointError(
             f"the writer of rank {rank} of {world} has not found all others within "
             f"{seconds.total_seconds():.0f} s: {str(error).splitlines()[0]}. Writers find each "
