@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
@@ -35,6 +34,7 @@ from hpstore.checkpoint.save.rank_plan import Planner, Prepared, sizes_of_all
 from hpstore.checkpoint.save.save_failures import SaveFailures
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.save.save_job import SaveJob
+from hpstore.checkpoint.save.save_metrics import recorded_metrics, requiring
 from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
 from hpstore.checkpoint.save.save_underway import Underway
 from hpstore.checkpoint.save.save_warnings import SAVE_COUNTERS, note_differing, warn_of_stall
@@ -150,7 +150,7 @@ class Saver:
     ) -> SaveHandle:
         """Stage, and begin to write."""
         with collector_paused():
-            require = None if overwrite else self._catalog.require_new
+            require = requiring(metrics, None if overwrite else self._catalog.require_new)
             prepared = self._planner.prepare(step, state, require)
         options = self._job_options(
             checked_step(step), prepared, overwrite, metrics, began, progress
@@ -226,9 +226,7 @@ class Saver:
         began: float,
         progress: ByteProgress | None,
     ) -> JobOptions:
-        extra: dict[str, Any] = {}
-        if metrics:
-            extra["metrics"] = {str(name): float(value) for name, value in metrics.items()}
+        extra = recorded_metrics(metrics)
         options = self.options
         if options.lineage:
             extra["lineage"] = json.loads(json.dumps(options.lineage))
