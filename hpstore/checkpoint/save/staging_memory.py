@@ -3,6 +3,9 @@
 Deferred are only tensors that an optimizer's step alone changes: its parameters and moments. The
 step's pre-hook waits for their copies. A change that comes sooner moves the tensor's version
 counter, or shows in a sample of what was copied: the save then fails, the training does not.
+
+What is copied at once is changed by nobody but another thread of the trainer: that moves the
+counter, too, and the save fails, as it would hold parts of two steps.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from hpstore.checkpoint.save.copy_samples import Samples
 from hpstore.checkpoint.save.host_copy import Copier, pieces
 from hpstore.errors import CheckpointError
 from hpstore.runtime.threads import start_thread
+
+MOST_SMALL = 1024  # small tensors that are looked at again: 100,000 would cost 20 ms of the stall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +50,15 @@ def changed(name: str) -> CheckpointError:
     )
 
 
+def torn(name: str) -> CheckpointError:
+    """What to raise for a tensor that was changed while save() copied it."""
+    return CheckpointError(
+        f"{name!r} was changed by another thread while save() copied it: the checkpoint would hold "
+        "parts of two states. The save is given up, the one before it is still current. Let that "
+        "thread wait while save() runs, or put a copy of the tensor into the state."
+    )
+
+
 def _may_wait(tensor: torch.Tensor, deferrable: frozenset[int]) -> bool:
     """Small ones are copied at once: that is cheaper than to keep track of them."""
     if tensor.nbytes < SMALL_ITEM_BYTES:
@@ -57,7 +71,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class Staging:
-    """The copies of one slice into the arena. Errors of deferred ones are raised by wait()."""
+    """The copies of one slice into the arena. What was changed too soon is raised by wait()."""
 
     def __init__(
         self,
@@ -77,6 +91,7 @@ class Staging:
         self._gate, self._turn = gate, turn
         self._now: list[int] = []  # on the host, by number
         self._small: list[int] = []  # likewise, too small to be worth a thread
+        self._before: list[tuple[int, int]] = []  # versions of what is copied at once, by number
         self._staged, self._targets = staged, targets
         self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on a device, waited for
         self._beside: list[_Copy] = []  # on a device: enqueued behind the work that is there
@@ -101,6 +116,8 @@ class Staging:
                 )
                 (self._later if on_host else self._beside).append(copy)
             else:
+                if source.nbytes >= SMALL_ITEM_BYTES or len(self._small) < MOST_SMALL:
+                    self._before.append((n, _version(source)))
                 if on_host:
                     small = staged.items[n].length < SMALL_ITEM_BYTES
                     (self._small if small else self._now).append(n)
@@ -137,6 +154,11 @@ class Staging:
                 )
         if arrival is not None:
             arrival.wait_on_host()
+        for n, version in self._before:
+            if _version(sources[n]) != version:
+                with self._lock:
+                    self._error = self._error or torn(self._staged.items[n].name)
+                break
 
     def _enqueue(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Arrival | None:
         if not pairs or self._accelerator is None:
