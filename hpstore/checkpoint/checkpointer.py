@@ -36,12 +36,13 @@ from hpstore.errors import CheckpointError
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.collector_pause import collector_paused
+from hpstore.runtime.one_process import OneProcess
 
 ALONE = "alone"  # as a group: this process saves for itself
 _CLOSE_SECONDS = 60.0  # close() waits so long for a call of another thread
 
 
-class Checkpointer(Closing):
+class Checkpointer(Closing, OneProcess):
     """Checkpoints of one training run under a key prefix. See docs/checkpoints.md.
 
     save() stops the trainer for one copy into a reused arena (as large as the state of this rank);
@@ -208,8 +209,7 @@ class Checkpointer(Closing):
         """Find whether to save now, by the policy `when`. Collective; call it after each step.
 
         Costs a comparison where steps alone decide, else a message of rank 0, whose clock and
-        functions decide for all. A step that is asked about again gets the same answer, False once
-        it is saved. Changes nothing in the pool.
+        functions decide. A step that is asked about again gets the same answer, False once saved.
 
         Parameters
         ----------
