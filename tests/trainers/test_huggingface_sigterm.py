@@ -1,0 +1,80 @@
+"""SIGTERM to torchrun: a Trainer on two ranks (DDP) saves one step on both, stops, and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpstore.checkpoint import Checkpointer
+from tests.integration.ranks import make_pool, open_pool
+from tests.trainers.test_several_processes import join_job, launch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+MANY = 100_000  # steps that no test waits for
+MORE = 3
+
+
+def go_on(rank: int, world: int, directory: Path, prefix: str, steps: int) -> None:
+    """The same training by forked processes: torchrun takes long to start."""
+    join_job(rank, world)
+    from tests.trainers.preempted_trainer import train
+
+    train(directory, prefix, steps, "-")
+
+
+def torchrun(directory: Path, fifo: Path) -> subprocess.Popen[str]:
+    """Of two ranks; a leader of its own process group, as a cluster starts it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "tests.trainers.preempted_trainer", str(directory), "run", str(MANY)]
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    environment |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        [*command, str(fifo)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("whom", ["torchrun", "its process group"])
+def test_a_preempted_job_goes_on_as_if_never_stopped(tmp_path: Path, whom: str) -> None:
+    """torchrun passes the signal on; a cluster that signals the group makes it come twice."""
+    make_pool(tmp_path)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    job = torchrun(tmp_path, fifo)
+    try:
+        assert fifo.read_text() == "go"
+        send = os.kill if whom == "torchrun" else os.killpg
+        send(job.pid, signal.SIGTERM)
+        _, said = job.communicate(timeout=200)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode != 0
+    stopped = [torch.load(tmp_path / f"run-{rank}-{MANY}.pt", weights_only=True) for rank in (0, 1)]
+    assert [found["code"] for found in stopped] == [143, 143], said
+    with open_pool(tmp_path) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        (step,) = ckpt.steps()  # saved once, though both ranks got the signal
+    assert {found["step"] for found in stopped} == {step}
+    launch(tmp_path, 2, go_on, "run", step + MORE)
+    launch(tmp_path, 2, go_on, "straight", step + MORE)
+    for rank in range(2):
+        cut, straight = (
+            torch.load(tmp_path / f"{prefix}-{rank}-{step + MORE}.pt", weights_only=True)
+            for prefix in ("run", "straight")
+        )
+        assert f"checkpoint-{step}-" in cut["folder"]
+        assert cut["losses"][-MORE:] == straight["losses"][-MORE:]
+        assert all(torch.equal(cut["model"][n], straight["model"][n]) for n in straight["model"])
