@@ -140,6 +140,8 @@ class StepCatalog:
         try:
             if not self.pool.read_only and self.pool.stat(key).spare_columns < self.pool.parity:
                 self.pool.admin.settle(key)
+        except ObjectNotFound:
+            return  # its reader says so
         except (HpstoreError, OSError) as error:
             _log.warning("the manifest of step %d has fewer copies than it should: %s", step, error)
 

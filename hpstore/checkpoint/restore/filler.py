@@ -114,14 +114,23 @@ class Filler:
 
     def _like(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor for what has no place yet: a moment lies, and is sharded, as its parameter."""
-        above = name.rpartition("/")[0]
-        if shape and self._moments.get(above, (None, None))[0] == dtype:
+        moments = self._moments_at(name)
+        if shape and moments is not None and moments[0] == dtype:
             self.cast.add(name)
-            dtype = self._moments[above][1]
+            dtype = moments[1]
         like = self.filled.like(name)
         if like is not None and tuple(like.shape) == shape and hasattr(like, "to_local"):
             return torch.empty_like(like, dtype=dtype)
         return fresh(shape, dtype, like.device if like is not None and shape else None)
+
+    def _moments_at(self, name: str) -> tuple[torch.dtype, torch.dtype] | None:
+        """Dtypes of the parameter that a moment belongs to, also of one in a list (LBFGS)."""
+        above = name
+        while self._moments and above:
+            above = above.rpartition("/")[0]
+            if above in self._moments:
+                return self._moments[above]
+        return None
 
     def _of_other_dtype(
         self,

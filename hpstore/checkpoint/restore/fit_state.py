@@ -46,11 +46,12 @@ def unfollowed(
     skipped: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     filled: Destinations,
+    tree: Json,
 ) -> Moments:
     """Moments whose parameter does not get the recorded values that they belong to.
 
     `names`: recorded tensors that are chosen, those in `skipped` included. `shapes`: what is known
-    of all recorded ones, chosen or not.
+    of all recorded ones, chosen or not. `tree`: what was recorded.
     """
     below = {join(path, f"state/{name}"): (path, name) for path, name in filled.parameters}
     found = {}
@@ -66,13 +67,18 @@ def unfollowed(
         left_alone = model in models and name in filled.places and name not in loaded
         if name in skipped or left_alone or differs:
             found[key] = "its parameter was not loaded"
-    return found | _of_one_history(found, filled)
+    return found | _of_one_history(found, filled, tree)
 
 
-def _of_one_history(found: Moments, filled: Destinations) -> Moments:
+def _of_one_history(found: Moments, filled: Destinations, tree: Json) -> Moments:
     """What LBFGS keeps is one flat vector over all its parameters, under the first: without one of
-    them it belongs to none, and the next step would fail or mix them up."""
-    paths = {path for path, _ in found if isinstance(filled.optimizers.get(path), LBFGS)}
+    them, or with another, it belongs to none, and the next step would fail or mix them up."""
+    histories = {path for path, kind in filled.optimizers.items() if isinstance(kind, LBFGS)}
+    if not histories:
+        return {}
+    recorded, wanted = recorded_parameters(tree, filled), filled.updated()
+    paths = {path for path, _ in found if path in histories}
+    paths |= {path for path in histories if recorded.get(path, wanted[path]) != wanted[path]}
     why = "LBFGS has one history of all its parameters, of which some were not loaded"
     return {key: why for key in filled.parameters if key[0] in paths and key not in found}
 

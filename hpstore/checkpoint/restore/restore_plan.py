@@ -95,7 +95,7 @@ class RestorePlan:
             return
         self.skipped |= others
         names = tensor_names(self.tree, rank=how.rank)
-        moments = unfollowed(names, self.skipped, self.made_shapes(), self.filled)
+        moments = unfollowed(names, self.skipped, self.made_shapes(), self.filled, self.tree)
         moments |= untransformed(names, self.shapes, self._ready_shapes(), self.filled)
         trim = Trim(self.skipped, moments)
         self.tree = trim.tree(self.tree)

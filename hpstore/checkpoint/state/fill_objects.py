@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from hpstore.checkpoint.state.plain_tensors import is_freed
 from hpstore.checkpoint.state.random_state import can_continue, continue_source, kind_of
 from hpstore.checkpoint.state.state_tree import Absent, NamedValues, PerRank, Tree, field_names
 from hpstore.checkpoint.state.typed_objects import children_of, is_stateful, same_dict
@@ -188,11 +189,58 @@ def require_memory(path: str, target: Any) -> None:
             f"{path!r} is an expanded tensor: several of its elements are one place in memory. "
             "Give its clone(). Nothing was changed."
         )
+    if type(target) in (torch.Tensor, torch.nn.Parameter) and is_freed(target):
+        raise CheckpointMismatch(
+            f"{path!r} is a tensor whose storage was freed: there is no memory to fill. Nothing "
+            "was changed. Restore when whatever shards it has gathered it"
+        )
+    if _overlaps_itself(target):
+        raise CheckpointMismatch(
+            f"{path!r} has strides by which several of its elements are one place in memory. Give "
+            "its clone(). Nothing was changed."
+        )
     if target.device.type == "meta":
         raise CheckpointMismatch(
             f"{path!r} is on the meta device and has no memory to fill: call the module's "
             "to_empty(device=...) first. Nothing was changed."
         )
+
+
+def _overlaps_itself(target: Any) -> bool:
+    """Whether strides lead to one place in several ways, as those of windows do."""
+    if not hasattr(target, "is_contiguous") or target.is_contiguous():
+        return False
+    reach, kept = 0, []
+    for step, size in sorted(zip(map(abs, target.stride()), target.shape, strict=True)):
+        if size > 1:
+            kept.append(step > reach)
+            reach += step * (size - 1)
+    if all(kept) or not target.numel():
+        return False
+    # rare: strides that interleave without a clash are told by counting
+    places = torch.zeros((), dtype=torch.int64)
+    for step, size in zip(target.stride(), target.shape, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * step
+    flat = places.reshape(-1).numpy()
+    return bool(len(np.unique(flat)) < len(flat))
+
+
+_ADDED = ("_orig_mod", "module", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def _way_out(target: Mapping[Any, Any], value: Mapping[Any, Any]) -> str:
+    """What to do about names that differ: often a wrapper has added to those of a state_dict()."""
+    mine, saved = (
+        {".".join(part for part in str(name).split(".") if part not in _ADDED) for name in names}
+        for names in (target, value)
+    )
+    if mine != saved:
+        return "Pass strict=False to load what fits."
+    return (
+        "They differ by what torch.compile, DDP or the like adds to a state_dict(): give the "
+        "module itself to save() and restore(), whose names have none of it, or "
+        'LoadOptions(rename=lambda name: name.replace("_orig_mod.", "")).'
+    )
 
 
 def check_names(
@@ -207,6 +255,5 @@ def check_names(
         place = f"under {path!r}" if path else "at the top"
         raise CheckpointMismatch(
             f"state and checkpoint differ {place}: recorded but not taken {untaken[:8]}, wanted "
-            f"but not recorded {absent[:8]}. Nothing was changed. Pass strict=False to load what "
-            "fits."
+            f"but not recorded {absent[:8]}. Nothing was changed. {_way_out(target, value)}"
         )

@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpstore.checkpoint.state.fill_objects import check_names
+from hpstore.checkpoint.state.lbfgs_history import in_own_order, require_history
 from hpstore.checkpoint.state.state_tree import join
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
@@ -105,12 +106,17 @@ def _numbered(optimizer: Optimizer, packed: Mapping[str, Any]) -> Iterator[tuple
         yield from zip(saved["params"], group["params"], strict=True)
 
 
+def _is_torchs(packed: Any) -> bool:
+    """Whether a state has the form that torch's optimizers give theirs."""
+    return isinstance(packed, Mapping) and "param_groups" in packed and "state" in packed
+
+
 def saved_optimizer(optimizer: Optimizer, names: Parameters | None, path: str) -> dict[str, Any]:
     """Its state_dict(), with names for numbers when the model is known."""
     _require_names(optimizer, names, path)
     optimizer = local_part(optimizer)
     packed = optimizer.state_dict()
-    if names is None:
+    if names is None or not _is_torchs(packed):
         return packed
     called = {number: names[parameter] for number, parameter in _numbered(optimizer, packed)}
     groups = [
@@ -141,9 +147,19 @@ def check_optimizer(
     path: str, optimizer: Optimizer, names: Parameters | None, loaded: Any, *, strict: bool
 ) -> None:
     """Raise CheckpointMismatch when a recorded state is not that of these parameters."""
-    if not isinstance(loaded, Mapping) or "param_groups" not in loaded or "state" not in loaded:
+    if not _is_torchs(loaded):
+        if isinstance(loaded, Mapping) and owns_its_format(optimizer):
+            return  # its own load_state_dict() knows
         raise CheckpointMismatch(f"{path!r}: what was saved is not the state of an optimizer")
     _require_names(optimizer, names, path)
+    recorded: set[Any] = _recorded(loaded)  # Any: numbers, where there were no names
+    if strict and names is not None and recorded and all(type(n) is int for n in recorded):
+        raise CheckpointMismatch(
+            f"optimizer {path!r} was saved without its model, or as its state_dict(): its "
+            "parameters have numbers for names. Nothing was changed. Give its load_state_dict() "
+            f"what ckpt.read(step).tree() has at {path!r}, and save it beside its model from now on"
+        )
+    require_history(path, optimizer, loaded)
     if names is None:
         return
     optimizer = local_part(optimizer)
@@ -198,11 +214,15 @@ def load_optimizer(
     """
     whole, optimizer = optimizer, local_part(optimizer)
     try:
+        if not _is_torchs(loaded):
+            optimizer.load_state_dict(loaded)
+            return
         if names is None:
             loaded = _with_own(optimizer, loaded)
             called = {p: number for number, p in _numbered(optimizer, loaded)}
             _load(optimizer, loaded, called, loaded["state"])
             return
+        loaded = in_own_order(optimizer, names, loaded)
         packed = optimizer.state_dict()
         numbers = {names[p]: number for number, p in _numbered(optimizer, packed)}
         by_name, others = loaded["state"], _recorded(loaded) - numbers.keys()

@@ -33,6 +33,19 @@ def _is_copied(dtype: torch.dtype) -> bool:
     return True
 
 
+_LOW_ADDRESS = 1 << 32  # a null pointer with an offset into a tensor is below it, memory hardly
+
+
+def is_freed(value: torch.Tensor) -> bool:
+    """Whether a tensor's storage was given back while it goes on to have a shape, as by frameworks
+    that shard, between steps. To read or to fill it ends the process."""
+    if value.data_ptr() >= _LOW_ADDRESS or not value.numel():
+        return False
+    spans = ((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
+    end = (value.storage_offset() + sum(spans) + 1) * value.element_size()
+    return value.untyped_storage().nbytes() < end
+
+
 def is_plain_tensor(value: torch.Tensor) -> bool:
     """Whether a tensor's values are bytes of one dtype that lie in strides."""
     odd = value.layout is not torch.strided or value.is_quantized or value.is_nested

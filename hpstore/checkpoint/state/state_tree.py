@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint.state import pickled
-from hpstore.checkpoint.state.plain_tensors import is_plain_tensor, require_plain
+from hpstore.checkpoint.state.plain_tensors import is_freed, is_plain_tensor, require_plain
 from hpstore.checkpoint.state.random_state import SOURCES, decode_source, encode_source, kind_of
 from hpstore.checkpoint.state.scalars import (
     TAG,
@@ -101,10 +102,18 @@ def join(path: str, name: object) -> str:
     return f"{path}/{text}" if path else text
 
 
+def require_depth(path: str, depth: int) -> None:
+    """Raise CheckpointError for what is nested too deeply, as all is that contains itself."""
+    if depth > MAX_DEPTH:
+        raise CheckpointError(
+            f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH} levels, or contains itself. "
+            "Nothing was changed; leave out what refers back to its parent"
+        )
+
+
 def encode_tree(value: Tree, path: str, found: CollectedTensors, depth: int = 0) -> Json:
     """JSON for `value`; its tensors go into `found`. Raises CheckpointError naming the path."""
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"state {path!r} is nested deeper than {MAX_DEPTH}")
+    require_depth(path, depth)
     if isinstance(value, torch.Tensor):
         return _encode_tensor(value, path, found)
     kind = type(value)
@@ -185,9 +194,15 @@ def _encode_plain(value: Tree, path: str) -> Json:
     """A number, text or None."""
     kind = type(value)
     if kind is str and not _is_unicode(value):
-        raise CheckpointError(f"state {path!r} is text with half a surrogate pair")
+        raise CheckpointError(
+            f"state {path!r} is text with half a surrogate pair, which has no UTF-8. Nothing was "
+            'written; save text.encode(errors="surrogatepass")'
+        )
     if kind is int and value.bit_length() > MOST_BITS:
-        raise CheckpointError(f"state {path!r} is a number of {value.bit_length()} bits")
+        raise CheckpointError(
+            f"state {path!r} is a number of {value.bit_length()} bits, and a checkpoint holds up "
+            f"to {MOST_BITS}. Nothing was written; save number.to_bytes(...)"
+        )
     if kind is float and not math.isfinite(value):
         return {TAG: "float", "v": repr(value)}
     return value
@@ -264,8 +279,16 @@ def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> J
         )
     if not is_plain_tensor(value):
         require_plain(value, f"state {path!r}")
-    if value.is_meta:
-        raise CheckpointError(f"state {path!r} is a meta tensor: it holds no values to save")
+    if value.is_meta or isinstance(value, FakeTensor):
+        kind = "meta" if value.is_meta else "fake"
+        raise CheckpointError(
+            f"state {path!r} is a {kind} tensor: it holds no values to save. Nothing was written"
+        )
+    if plain and is_freed(value):
+        raise CheckpointError(
+            f"state {path!r} is a tensor whose storage was freed: it holds no values now. Nothing "
+            "was written. Save when whatever shards it has gathered it, or save its shards"
+        )
     if not plain and is_traceable_wrapper_subclass(value) and not _has_chunks(value):
         raise CheckpointError(
             f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
@@ -320,8 +343,15 @@ def _encode_mapping(
 def _refused(value: Tree, path: str, found: CollectedTensors) -> Json:
     if found.allow_pickle:
         return {TAG: "pickle", "v": base64.b64encode(pickled.dumps(value, path)).decode()}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if hasattr(value, "state_dict"):
+        raise CheckpointError(
+            f"state {path!r} is a {kind}, which is asked for no state there: it is inside what a "
+            "state_dict() has returned, or has no load_state_dict(). Put its state_dict() in its "
+            "place. Nothing was written."
+        )
     raise CheckpointError(
-        f"state {path!r} is a {type(value).__module__}.{type(value).__qualname__}; a checkpoint "
+        f"state {path!r} is a {kind}; a checkpoint "
         "holds tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts, sets, enums, "
         "dataclasses, paths, times, random generators, and objects with state_dict() and "
         "load_state_dict(). Nothing was written. Checkpointer(allow_pickle=True) saves such "

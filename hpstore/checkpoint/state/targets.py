@@ -30,6 +30,7 @@ from hpstore.checkpoint.state.state_tree import (
     is_leaf,
     is_plain,
     join,
+    require_depth,
 )
 from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful
 
@@ -40,16 +41,22 @@ RNG_KEY = "__rng__"
 
 
 T = TypeVar("T")
+_CONTAINERS = (list, tuple, deque, Mapping)
 _LEAVES = {torch.Tensor, torch.nn.Parameter, int, float, str, bool, bytes, type(None)}
 
 
 def objects_in(value: Any, kind: type[T]) -> Iterator[T]:
     """Objects of a type in a state, in nested dicts, lists and tuples too, in their order."""
     todo = [(value, 0)]
+    seen: set[int] = set()  # containers, once each: one may contain itself
     while todo:
         here, depth = todo.pop()
         if type(here) in (tuple, list) and is_plain(here):
             continue
+        if isinstance(here, _CONTAINERS):
+            if id(here) in seen:
+                continue
+            seen.add(id(here))
         if isinstance(here, kind):
             yield here
         elif isinstance(here, PerRank):
@@ -202,8 +209,9 @@ class _Finder:
         self.found = Destinations()
         self._names, self._rank, self._recorded = names, rank, recorded
 
-    def look_at(self, path: str, value: Any) -> None:
-        """Enter a value and what is in it."""
+    def look_at(self, path: str, value: Any, depth: int = 0) -> None:
+        """Enter a value and what is in it. Raises CheckpointError for one that contains itself."""
+        require_depth(path, depth)
         if is_leaf(value):
             self.found.taken.add(path)
         elif isinstance(value, torch.nn.Module):
@@ -211,7 +219,7 @@ class _Finder:
         elif isinstance(value, Optimizer):
             self._optimizer(path, value)
         elif isinstance(value, PerRank):
-            self.look_at(f"{path}@{self._rank}", value.value)
+            self.look_at(f"{path}@{self._rank}", value.value, depth + 1)
         elif isinstance(value, torch.Tensor):
             self.found.places[path] = value
         elif isinstance(value, np.ndarray):
@@ -224,9 +232,9 @@ class _Finder:
             self.found.taken.add(path)
             self._stateful(path, value)
         else:
-            self._container(path, value)
+            self._container(path, value, depth)
 
-    def _container(self, path: str, value: Any) -> None:
+    def _container(self, path: str, value: Any, depth: int) -> None:
         parts = children_of(value)
         if not isinstance(value, dict) or grows(value):
             self.found.taken.add(path)
@@ -243,7 +251,7 @@ class _Finder:
             if type(child) in JSON_TYPES:  # of which there may be very many
                 taken.add(where)
             else:
-                self.look_at(where, child)
+                self.look_at(where, child, depth + 1)
 
     def _module(self, path: str, model: torch.nn.Module) -> None:
         self.found.models[path] = model

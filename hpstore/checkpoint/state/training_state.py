@@ -30,7 +30,6 @@ from hpstore.checkpoint.state.optimizers import check_optimizer, load_optimizer,
 from hpstore.checkpoint.state.random_state import kind_of
 from hpstore.checkpoint.state.state_tree import (
     JSON_TYPES,
-    MAX_DEPTH,
     Absent,
     PerRank,
     field_names,
@@ -38,6 +37,7 @@ from hpstore.checkpoint.state.state_tree import (
     is_leaf,
     is_plain,
     join,
+    require_depth,
 )
 from hpstore.checkpoint.state.targets import RNG_KEY, Destinations, Names, State
 from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful, same_dict
@@ -75,8 +75,7 @@ def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
         return value
     if isinstance(value, torch.Tensor):
         return value
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"state {path[:80]!r}... is nested deeper than {MAX_DEPTH}")
+    require_depth(path, depth)
     if isinstance(value, torch.nn.Module):
         return module_state(value)
     if isinstance(value, Optimizer):

@@ -139,9 +139,8 @@ def of_rank(node: Json, rank: int) -> Json:
 
 
 def paths(node: Json, path: str = "") -> Iterator[str]:
-    """Paths of a node and of all below it, containers too."""
-    if path:
-        yield path
+    """Paths of a node and of all below it, containers too; that of the tree itself is ""."""
+    yield path
     kind = node.get(TAG) if isinstance(node, dict) else None
     if isinstance(node, dict) and kind in (None, "dict", "ranks"):
         for where, child in _children_below(node, path):

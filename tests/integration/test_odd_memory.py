@@ -1,0 +1,121 @@
+"""Tensors whose memory is not what it seems: freed, overlapping itself, or not there at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import hpstore
+from hpstore.checkpoint import Checkpointer
+from hpstore.errors import CheckpointError, CheckpointMismatch
+
+
+def freed(*, offset: int = 0) -> torch.Tensor:
+    """As FSDP leaves a parameter between two uses."""
+    whole = torch.ones(200_000)
+    part = whole[offset:]
+    whole.untyped_storage().resize_(0)
+    return part
+
+
+@pytest.mark.parametrize("offset", [0, 100_000])
+def test_a_freed_tensor_is_refused_where_it_ended_the_process(
+    pool: hpstore.Pool, offset: int
+) -> None:
+    """SIGSEGV in save(), and in restore() into one; of a view the pointer is not even null."""
+    size = 200_000 - offset
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        with pytest.raises(CheckpointError, match="'a/b' is a tensor whose storage was freed"):
+            ckpt.save(1, {"a": {"b": freed(offset=offset)}})
+        ckpt.save(1, {"a": {"b": torch.ones(size)}}).result()
+        with pytest.raises(CheckpointMismatch, match="'a/b' is a tensor whose storage was freed"):
+            ckpt.restore({"a": {"b": freed(offset=offset)}})
+        model = torch.nn.Linear(2, 2)
+        model.weight.untyped_storage().resize_(0)
+        with pytest.raises(CheckpointError, match="'m/weight' is a tensor whose storage was"):
+            ckpt.save(2, {"m": model})
+        good = torch.nn.Linear(2, 2)
+        ckpt.save(2, {"m": good}).result()
+        with pytest.raises(CheckpointMismatch, match="'m/weight' is a tensor whose storage was"):
+            ckpt.restore({"m": model})
+        model.weight.untyped_storage().resize_(16)
+        ckpt.restore({"m": model})
+        assert torch.equal(model.weight, good.weight)
+
+
+def test_an_empty_tensor_is_not_a_freed_one(pool: hpstore.Pool) -> None:
+    """Its pointer is null, too."""
+    state = {"a": torch.empty(0), "b": torch.empty(3, 0), "c": torch.ones(4)[2:2]}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, state).result()
+        assert ckpt.restore(state) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((3, 3), (1, 1)), ((2, 5), (2, 1)), ((4,), (0,)), ((2, 2, 2), (3, 1, 1))]
+)
+def test_windows_over_one_memory_cannot_be_filled(
+    pool: hpstore.Pool, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """They held the values that were written last, and the restore had succeeded."""
+    target = torch.zeros(40).as_strided(shape, strides)
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"x": torch.rand(shape)}).result()
+        with pytest.raises(CheckpointMismatch, match=r"'x' .* one place in memory. Give its clone"):
+            ckpt.restore({"x": target})
+        assert not target.any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((4, 3), (1, 4)), ((2, 2), (3, 2)), ((3, 2), (10, 3)), ((1, 5), (0, 2))]
+)
+def test_strides_that_do_not_clash_are_filled(
+    pool: hpstore.Pool, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """Transposed, with gaps, interleaved."""
+    target, wanted = torch.zeros(40).as_strided(shape, strides), torch.rand(shape)
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"x": wanted}).result()
+        ckpt.restore({"x": target})
+    assert torch.equal(target, wanted)
+
+
+def test_a_fake_tensor_is_refused_by_name(pool: hpstore.Pool) -> None:
+    """It was an AssertionError of torch's, in the middle of the copies."""
+    with FakeTensorMode():  # type: ignore[no-untyped-call]
+        fake = torch.ones(3)
+    with Checkpointer(pool, "run") as ckpt:
+        with pytest.raises(CheckpointError, match="'x' is a fake tensor: it holds no values"):
+            ckpt.save(1, {"x": fake})
+        with pytest.raises(CheckpointError, match="'x' is a meta tensor: it holds no values"):
+            ckpt.save(1, {"x": torch.ones(3, device="meta")})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (1 << 20_000, r"a number of 20001 bits, and a checkpoint holds up to 14000.*to_bytes"),
+        ("\ud800", r"half a surrogate pair, which has no UTF-8.*surrogatepass"),
+        (type("Inner", (), {"state_dict": dict})(), r"Inner, which is asked for no state there"),
+    ],
+    ids=["number", "text", "object"],
+)
+def test_what_cannot_be_saved_is_said_with_what_can(
+    pool: hpstore.Pool, value: Any, said: str
+) -> None:
+    with Checkpointer(pool, "run") as ckpt, pytest.raises(CheckpointError, match=said):
+        ckpt.save(1, {"x": [value]})
+
+
+def test_a_name_that_is_empty_is_not_missing(pool: hpstore.Pool) -> None:
+    """A warning listed it as wanted and not recorded, though it was loaded."""
+    target = {"": {"": torch.zeros(1)}, "a": {"": torch.zeros(1)}}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"": {"": torch.ones(1)}, "a": {"": torch.ones(1)}}).result()
+        ckpt.restore(target)
+        assert ckpt.last_restore is not None
+        assert ckpt.last_restore.missing == ()
+    assert target[""][""] == target["a"][""] == 1
