@@ -13,6 +13,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer
 from tests.integration.ranks import make_pool, open_pool
+from tests.thorough import LONG
 from tests.trainers.test_several_processes import join_job, launch
 
 pytest.importorskip("transformers")
@@ -47,7 +48,16 @@ def torchrun(directory: Path, fifo: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("whom", ["torchrun", "its process group"])
+@pytest.mark.parametrize(
+    "whom",
+    [
+        "torchrun",
+        pytest.param(
+            "its process group",
+            marks=pytest.mark.skipif(not LONG, reason="a minute: HPSTORE_LONG_TESTS=1"),
+        ),
+    ],
+)
 def test_a_preempted_job_goes_on_as_if_never_stopped(tmp_path: Path, whom: str) -> None:
     """torchrun passes the signal on; a cluster that signals the group makes it come twice."""
     make_pool(tmp_path)

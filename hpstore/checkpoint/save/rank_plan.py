@@ -28,6 +28,7 @@ from hpstore.checkpoint.save.layout_cache import SliceLayout
 from hpstore.checkpoint.state.state_tree import CollectedTensors, encode_tree
 from hpstore.checkpoint.state.targets import RNG_KEY, State, objects_in
 from hpstore.checkpoint.state.training_state import collect
+from hpstore.checkpoint.state.unnamed_optimizers import meanings, require_one_meaning
 from hpstore.errors import CheckpointError
 from hpstore.format.checksum import digest128
 from hpstore.runtime.budget import available_bytes
@@ -111,7 +112,8 @@ class Planner:
         differing: tuple[str, ...] = ()
         if self._ranks.world > 1:
             values = {} if error else sampled_digests(_of_no_model(state, found.tensors))
-            differing = self._agree(step, chunks, values, error)
+            means = {} if error else meanings(state)
+            differing = self._agree(step, chunks, values, means, error)
             chunks = [chunks[n] for n in self._mine]
         elif error is not None:
             raise error
@@ -134,17 +136,19 @@ class Planner:
         step: int,
         chunks: Sequence[Chunk],
         values: Mapping[str, str],
+        means: Mapping[str, str],
         error: Exception | None,
     ) -> tuple[str, ...]:
         """Decide who writes what; sets _mine. Everybody computes the same from the same lists.
 
-        `values`: digests by name; names of those that differ between ranks are returned.
+        `values`: digests by name; names of those that differ between ranks are returned. `means`:
+        of the optimizers whose parameters have numbers for names.
         """
         held: list[Held] = [(c.name, c.box.offsets, c.nbytes) for c in chunks]
         shapes = [(c.dtype, c.shape, c.box.sizes) for c in chunks]
         fingerprint = digest128(json.dumps([held, shapes]).encode()).hex()
         text = "" if error is None else str(error)
-        said = json.dumps([step, fingerprint, text, values, self.limit_bytes])
+        said = json.dumps([step, fingerprint, text, values, self.limit_bytes, means])
         votes = self._ranks.all_gather(said.encode(), RankChannel.TRAINER)
         if error is not None:
             raise error
@@ -154,6 +158,7 @@ class Planner:
             raise CheckpointError(f"step {step} is not saved: {'; '.join(failed)}")
         if len({number for number, *_ in heard}) > 1:
             raise CheckpointError(f"ranks save different steps: {[n for n, *_ in heard]}")
+        require_one_meaning(step, [row[5] for row in heard])
         differing = differing_of([row[3] for row in heard])
         prints = [text.encode() for _, text, *_ in heard]
         if prints == self._agreed:

@@ -161,6 +161,7 @@ def check_optimizer(
         )
     require_history(path, optimizer, loaded)
     if names is None:
+        _require_groups(path, optimizer, loaded)
         return
     optimizer = local_part(optimizer)
     mine = {names[p]: None for group in optimizer.param_groups for p in group["params"]}
@@ -169,6 +170,20 @@ def check_optimizer(
         _matched(path, optimizer, names, loaded["param_groups"], strict=strict)
     except (KeyError, TypeError) as error:
         raise CheckpointMismatch(f"optimizer {path!r}: {error}. Nothing was changed.") from error
+
+
+def _require_groups(path: str, optimizer: Optimizer, loaded: Mapping[str, Any]) -> None:
+    """Raise CheckpointMismatch where parameters with numbers for names are not as many as saved."""
+    mine, saved = (
+        [len(group["params"]) for group in groups]
+        for groups in (optimizer.param_groups, loaded["param_groups"])
+    )
+    if mine != saved and not owns_its_format(optimizer):
+        raise CheckpointMismatch(
+            f"optimizer {path!r} was saved with groups of {saved} parameters, and has {mine}: as "
+            "they have numbers for names, both must be alike. Nothing was changed. Give its model "
+            "to save() and restore(), too, and moments go by name"
+        )
 
 
 def _recorded(loaded: Mapping[str, Any]) -> set[str]:

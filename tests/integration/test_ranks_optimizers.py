@@ -1,0 +1,68 @@
+"""One optimizer over several models, of which each rank holds other parts: experts, as with MoE."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hpstore
+from hpstore.checkpoint import Checkpointer
+from hpstore.errors import CheckpointMismatch
+from tests.integration.ranks import launch, make_pool, open_pool, raised, together
+
+
+def mixture(experts: list[int], seed: int) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
+    """A layer that all have, and experts; with a step made, whose moments differ by expert."""
+    torch.manual_seed(seed)
+    held = torch.nn.ModuleDict({str(e): torch.nn.Linear(2, 2) for e in experts})
+    model = torch.nn.ModuleDict({"shared": torch.nn.Linear(2, 2), "experts": held})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for name, parameter in model.named_parameters():
+        number = int(name.split(".")[1]) if name.startswith("experts") else 9
+        parameter.grad = torch.full_like(parameter, float(number + 1))
+    optimizer.step()
+    return model, optimizer
+
+
+def save(rank: int, world: int, directory: Path) -> None:
+    """Each rank has one expert: the same number, another meaning."""
+    model, optimizer = mixture([rank], 0)
+    apart: dict[str, Any] = {"shared": model["shared"], "experts": model["experts"]}
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        said = raised(lambda: ckpt.save(1, {**apart, "optimizer": optimizer}))
+        together("'optimizer' updates several models, and other parameters on rank 1" in said, said)
+        ckpt.save(1, {"apart": apart, "mine": ckpt.per_rank(optimizer)}).result()
+        ckpt.save(2, {"model": model, "optimizer": optimizer}).result()
+        alike = torch.optim.SGD([*model["shared"].parameters()], lr=1.0, momentum=0.5)
+        ckpt.save(3, {"model": model, "other": alike}).result()
+        assert ckpt.steps() == [1, 2, 3]
+
+
+def test_moments_of_one_rank_do_not_take_the_place_of_anothers(tmp_path: Path) -> None:
+    """The experts came back with rank 0's moments, and nothing said so."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, save)
+    model, optimizer = mixture([0, 1], 1)
+    with open_pool(tmp_path) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.restore({"model": model, "optimizer": optimizer}, 2)
+    for name, parameter in model.named_parameters():
+        number = int(name.split(".")[1]) if name.startswith("experts") else 9
+        moment = optimizer.state[parameter]["exp_avg"]
+        assert torch.allclose(moment, torch.full_like(moment, 0.1 * (number + 1))), name
+
+
+def test_parameters_with_numbers_must_be_as_many(pool: hpstore.Pool) -> None:
+    """It was an error of zip(), after the models had been filled."""
+    model, optimizer = mixture([0], 0)
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"e": model["experts"], "s": model["shared"], "o": optimizer}).result()
+        other, more = mixture([0, 1], 1)
+        before = other["shared"].weight.clone()  # type: ignore[operator]
+        with pytest.raises(CheckpointMismatch, match=r"groups of \[4\] parameters, and has \[6\]"):
+            ckpt.restore(
+                {"e": other["experts"]["0"], "s": other["shared"], "o": more}, strict=False
+            )
+        assert torch.equal(other["shared"].weight, before)
