@@ -43,7 +43,9 @@ def of_bytes(data: bytes) -> Any:  # Any: as above
         dtype, shape, text = tensors[name]
         raw = bytearray(base64.b64decode(text))
         flat = (
-            torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+            torch.frombuffer(raw, dtype=torch.uint8)
+            if raw
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         try:
             return flat.view(dtype_named(dtype)).view(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -119,3 +120,31 @@ def test_a_name_that_is_empty_is_not_missing(pool: hpstore.Pool) -> None:
         assert ckpt.last_restore is not None
         assert ckpt.last_restore.missing == ()
     assert target[""][""] == target["a"][""] == 1
+
+
+def test_a_default_device_of_the_script_is_none_of_ours(pool: hpstore.Pool) -> None:
+    """torch.set_default_device("cuda") is common; "meta" shows what it does: tensors without values
+    came back from read(), and staging on the host went to the device."""
+    state = {"x": torch.rand(300_000), "few": torch.rand(3), "none": torch.empty(0)}
+    wanted = {name: value.clone() for name, value in state.items()}
+    with Checkpointer(pool, "run", rng=False) as ckpt, torch.device("meta"):
+        ckpt.save(1, state).result()
+        found = ckpt.read(1).tree()
+        loaded = ckpt.load(1)
+        for value in state.values():
+            value.zero_()
+        ckpt.restore(state, 1)
+    for name, value in wanted.items():
+        assert found[name].device.type == loaded[name].device.type == "cpu"
+        assert torch.equal(found[name], value)
+        assert torch.equal(state[name], value)
+
+
+def test_a_read_only_array_cannot_be_filled(pool: hpstore.Pool) -> None:
+    """It was numpy's error, after other parts of the state had been filled."""
+    target = {"a": torch.zeros(2), "b": np.frombuffer(bytes(8), np.uint8)}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"a": torch.ones(2), "b": np.arange(8, dtype=np.uint8)}).result()
+        with pytest.raises(CheckpointMismatch, match=r"'b' is a read-only array. Give its copy"):
+            ckpt.restore(target)
+    assert not target["a"].any()

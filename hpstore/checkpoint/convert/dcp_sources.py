@@ -113,7 +113,7 @@ class DcpFiles:
         facts: DcpTensor = self._entries.tensors[name]
         if len(facts.parts) == 1:
             return self._checked(name, facts, self._stored(name, facts.parts[0][1]), facts.shape)
-        whole = torch.empty(facts.shape, dtype=facts.dtype)
+        whole = torch.empty(facts.shape, dtype=facts.dtype, device="cpu")
         for box, place in facts.parts:
             part = self._checked(name, facts, self._stored(name, place), box.sizes)
             target = whole

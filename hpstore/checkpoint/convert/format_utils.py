@@ -116,7 +116,7 @@ def _placeholders(source: DcpSource) -> tuple[dict[str, Any], Callable[[int], to
         like = source.like(name)
         if like is None:
             return _unshared(source.value(name))
-        made = torch.empty(like[1], dtype=like[0])
+        made = torch.empty(like[1], dtype=like[0], device="cpu")
         names[id(made)] = name
         return made
 

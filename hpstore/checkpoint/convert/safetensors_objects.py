@@ -73,7 +73,7 @@ def read_safetensors_object(reader: PooledReader, where: str) -> dict[str, torch
         return bytes(found[:got])
 
     start, rows = read_header(read, reader.size, where)
-    found = {row.name: torch.empty(row.shape, dtype=row.dtype) for row in rows}
+    found = {row.name: torch.empty(row.shape, dtype=row.dtype, device="cpu") for row in rows}
     for run in _runs(rows):
         data: Bytes = (
             _flat(found[run[0].name])

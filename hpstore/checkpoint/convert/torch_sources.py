@@ -57,8 +57,8 @@ class TorchSource(AbstractContextManager["TorchSource"]):
         if self._file is None or found.device.type != "meta":
             return found.detach()
         if not found.numel():
-            return torch.empty(found.shape, dtype=found.dtype)
-        flat = torch.empty(_spanned(found), dtype=found.dtype)
+            return torch.empty(found.shape, dtype=found.dtype, device="cpu")
+        flat = torch.empty(_spanned(found), dtype=found.dtype, device="cpu")
         self._file.seek(_offset(found) + int(found.storage_offset()) * found.element_size())
         target = flat.view(torch.uint8).numpy().data
         while target:

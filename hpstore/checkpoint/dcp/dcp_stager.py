@@ -70,7 +70,7 @@ def _view(
 ) -> torch.Tensor:
     count = torch.Size(shape).numel() * dtype.itemsize
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device=buffer.device)
     return buffer[offset : offset + count].view(dtype).view(shape)
 
 
@@ -233,4 +233,5 @@ def _buffer(nbytes: int, *, shared: bool) -> torch.Tensor:
             "Make it larger (containers: --shm-size), or use AsyncCheckpointerType.THREAD."
         )
     storage = torch.UntypedStorage._new_shared(nbytes)  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # touched now, not in a copy
+    made = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    return made.zero_()  # touched now, not in a copy

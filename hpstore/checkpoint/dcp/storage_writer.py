@@ -428,7 +428,7 @@ def _one_block(chunks: Sequence[Chunk]) -> tuple[Bytes, list[Item]] | None:
     end = max(t.data_ptr() + t.nbytes for t in tensors)
     if first < base or sum(t.nbytes for t in tensors) < DENSE * (end - first):
         return None
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+    flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     memory: Bytes = flat.numpy()[first - base : end - base]
     items = [
         Item(

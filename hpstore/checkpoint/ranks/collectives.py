@@ -79,9 +79,11 @@ class Ranks:
         """Everybody's message, by rank; they may differ in length."""
         if self.world == 1:
             return [mine]
-        sizes = self._all_gather(torch.tensor([len(mine)], dtype=torch.int64), channel)
+        sizes = self._all_gather(
+            torch.tensor([len(mine)], dtype=torch.int64, device="cpu"), channel
+        )
         longest = max(1, *(int(size) for size in sizes))
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = _tensor(mine)
         found = self._all_gather(padded, channel)
         return [row[: int(size)].numpy().tobytes() for row, size in zip(found, sizes, strict=True)]
@@ -94,9 +96,9 @@ class Ranks:
         after it no further message is possible."""
         if self.world == 1:
             return [mine]
-        found = [torch.empty(len(mine), dtype=torch.int64) for _ in range(self.world)]
+        found = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(self.world)]
         group = self._groups[channel]
-        message = torch.tensor(mine, dtype=torch.int64)
+        message = torch.tensor(mine, dtype=torch.int64, device="cpu")
         try:
             if within_seconds is None:
                 dist.all_gather(found, message, group=group)
@@ -112,7 +114,7 @@ class Ranks:
         step of a trainer. Who has died is not named."""
         if self.world == 1:
             return mine
-        message = torch.tensor(mine, dtype=torch.int64)
+        message = torch.tensor(mine, dtype=torch.int64, device="cpu")
         try:
             dist.broadcast(message, src=self._members[0], group=self._groups[channel])
         except RuntimeError as error:
@@ -123,9 +125,13 @@ class Ranks:
         """Rank 0's message, to all. Others' own is ignored."""
         if self.world == 1:
             return message
-        size = torch.tensor([len(message)], dtype=torch.int64)
+        size = torch.tensor([len(message)], dtype=torch.int64, device="cpu")
         self._broadcast(size, channel)
-        body = _tensor(message) if self.leads else torch.empty(int(size), dtype=torch.uint8)
+        body = (
+            _tensor(message)
+            if self.leads
+            else torch.empty(int(size), dtype=torch.uint8, device="cpu")
+        )
         if int(size):
             self._broadcast(body, channel)
         return body.numpy().tobytes()
@@ -213,5 +219,5 @@ def _tensor(message: bytes) -> torch.Tensor:
     return (
         torch.frombuffer(bytearray(message), dtype=torch.uint8)
         if message
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )

@@ -15,5 +15,5 @@ def fresh(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None)
     4 KiB pages would cost more than the read."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if (device is not None and device.type != "cpu") or count < HUGE_BYTES:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device or "cpu")
     return torch.from_numpy(aligned_array(count, populate=True)).view(dtype).view(tuple(shape))

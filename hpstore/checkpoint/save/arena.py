@@ -87,5 +87,5 @@ class Arena:
 def typed(memory: Bytes, like: torch.Tensor) -> torch.Tensor:
     """Bytes as a contiguous CPU tensor of the dtype and shape of another."""
     if not len(memory):
-        return torch.empty(like.shape, dtype=like.dtype)
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
     return torch.from_numpy(memory).view(like.dtype).view(like.shape)

@@ -44,7 +44,7 @@ class Samples:
         are finished."""
         for numbers, before in self._groups:
             if accelerator is not None and accelerator.holds(before):
-                on_host = torch.empty(before.shape, dtype=before.dtype)
+                on_host = torch.empty(before.shape, dtype=before.dtype, device="cpu")
                 accelerator.copy([(on_host, before)]).wait_on_host()
                 before = on_host
             copied = [_points(self._pairs[n][0]) for n in numbers]
@@ -96,6 +96,6 @@ def _points(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous():
         some = tensor.as_strided((count,), (step,), tensor.storage_offset() + step // 2)
     else:
-        at = torch.arange(count) * step + step // 2
+        at = torch.arange(count, device="cpu") * step + step // 2
         some = tensor[torch.unravel_index(at, tensor.shape)]
     return some.view(_WORDS[tensor.element_size()])

@@ -162,6 +162,10 @@ def check_leaf(path: str, target: torch.Tensor | np.ndarray[Any, Any], value: Tr
     wanted = target.dtype
     if isinstance(wanted, np.dtype):
         wanted = wanted.newbyteorder("=")
+        if isinstance(target, np.ndarray) and not target.flags.writeable:
+            raise CheckpointMismatch(
+                f"{path!r} is a read-only array. Give its copy(). Nothing was changed."
+            )
     else:
         require_memory(path, target)
     if value.dtype != wanted:
@@ -218,9 +222,9 @@ def _overlaps_itself(target: Any) -> bool:
     if all(kept) or not target.numel():
         return False
     # rare: strides that interleave without a clash are told by counting
-    places = torch.zeros((), dtype=torch.int64)
+    places = torch.zeros((), dtype=torch.int64, device="cpu")
     for step, size in zip(target.stride(), target.shape, strict=True):
-        places = places.unsqueeze(-1) + torch.arange(size) * step
+        places = places.unsqueeze(-1) + torch.arange(size, device="cpu") * step
     flat = places.reshape(-1).numpy()
     return bool(len(np.unique(flat)) < len(flat))
 

@@ -38,9 +38,12 @@ _LOW_ADDRESS = 1 << 32  # a null pointer with an offset into a tensor is below i
 
 def is_freed(value: torch.Tensor) -> bool:
     """Whether a tensor's storage was given back while it goes on to have a shape, as by frameworks
-    that shard, between steps. To read or to fill it ends the process."""
-    if value.data_ptr() >= _LOW_ADDRESS or not value.numel():
-        return False
+    that shard, between steps, or has none. To read or to fill it ends the process."""
+    try:
+        if value.data_ptr() >= _LOW_ADDRESS or not value.numel():
+            return False
+    except RuntimeError:
+        return True  # one of torch.func's, which has no storage
     spans = ((size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True))
     end = (value.storage_offset() + sum(spans) + 1) * value.element_size()
     return value.untyped_storage().nbytes() < end

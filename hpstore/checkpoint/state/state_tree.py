@@ -286,8 +286,9 @@ def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> J
         )
     if plain and is_freed(value):
         raise CheckpointError(
-            f"state {path!r} is a tensor whose storage was freed: it holds no values now. Nothing "
-            "was written. Save when whatever shards it has gathered it, or save its shards"
+            f"state {path!r} is a tensor whose storage was freed, or that has none: it holds no "
+            "values now. Nothing was written. Save when whatever shards it has gathered it, or "
+            "save its shards"
         )
     if not plain and is_traceable_wrapper_subclass(value) and not _has_chunks(value):
         raise CheckpointError(
