@@ -35,7 +35,14 @@ def fill(target: Any, value: Tree, path: str) -> Any:
     if isinstance(target, torch.Tensor):
         return _fill_tensor(target, value, path)
     if is_stateful(target):
-        target.load_state_dict(value)
+        try:
+            target.load_state_dict(value)
+        except Exception as error:
+            error.add_note(
+                f"raised by load_state_dict() of {path!r} in restore(): other parts of the state "
+                "may be filled already. Restore again, or another step"
+            )
+            raise
         return target
     if isinstance(target, np.ndarray):
         check_leaf(path, target, value)

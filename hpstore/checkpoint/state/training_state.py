@@ -83,7 +83,11 @@ def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
     if isinstance(value, PerRank):
         return PerRank(_collect_value(path, value.value, names, depth + 1))
     if is_stateful(value):
-        return value.state_dict()
+        try:
+            return value.state_dict()
+        except Exception as error:
+            error.add_note(f"raised by state_dict() of {path!r} in save(). Nothing was written")
+            raise
     if isinstance(value, dict):
         if is_plain(value.values()):
             return value
