@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterator
@@ -35,6 +36,8 @@ class Register:
     order: tuple[int, int] = (0, 0)
     value: bytes | None = None
 
+
+_COMMITTED = re.compile(r"(.+)/step-\d{12}/manifest")  # with the run's fence, its `writer`
 
 Change = Callable[[Register], bytes | None]
 ChangeOf = Callable[[str, Register], bytes | None]  # with the name of the register
@@ -136,8 +139,13 @@ def bucket_of(key: str) -> int:
 
 
 def key_register(key: str) -> str:
-    """The record of a key's claims."""
-    return f"key-{bucket_of(key):04d}"
+    """The record of a key's claims.
+
+    The manifests of a run's steps share that of its fence (PROTOCOL 18): so the commits of a run
+    and what moves its fence are in one order, which the counters of their versions show.
+    """
+    found = _COMMITTED.fullmatch(key)
+    return f"key-{bucket_of(f'{found[1]}/writer' if found else key):04d}"
 
 
 def claim_registers() -> list[str]:

@@ -381,18 +381,19 @@ class PoolAdmin:
                 key=key,
             )
 
-    def bar(self, key: str) -> bool:
+    def bar(self, key: str, *, removes: str | None = None) -> bool:
         """End the puts of a key with `if_absent` or `if_version` that others have begun: those of
         which nothing can be read yet raise VersionConflict, however long they were stopped.
 
         True when no object is there; durable on return. False when one is, perhaps of such a put:
         it stays, and `settle` brings it to its full stripe. Puts that begin later may store it.
+        `removes`: an object of this version is deleted, no other one.
 
         Raises TooManyErasures, TooFewDevices, LockTimeout, RegistersUnavailable, RegistersForeign:
         then nothing is decided.
         """
         self._session.require_writable()
-        barred = bar_puts(self._store, self._session.claims, check_key(key))
+        barred = bar_puts(self._store, self._session.claims, check_key(key), removes=removes)
         sweep_deleted(self._store)
         return barred
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hpstore
-from hpstore.checkpoint.catalog.writer_fence import fence_session
+from hpstore.checkpoint.catalog.fence_record import fence_session
 from hpstore.errors import CheckpointError, ConfigError, IntegrityError
 from hpstore.pool.pool import Pool
 from tests.integration import rolled_back

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, Manifest, SaveOptions, import_checkpoint
-from hpstore.checkpoint.catalog.writer_fence import fence_key, here
+from hpstore.checkpoint.catalog.fence_record import fence_key
+from hpstore.checkpoint.catalog.writer_fence import here
 from hpstore.checkpoint.convert import dcp_directories
 from hpstore.checkpoint.convert.safetensors_files import DTYPES
 from hpstore.checkpoint.format.items import Box, Item, whole

@@ -59,10 +59,10 @@ with hpstore.open("pool.toml") as pool, Checkpointer(pool, "run", keep_last=2) a
 @pytest.mark.parametrize(
     ("named", "where", "said", "left"),
     [
-        (0, "apart", "raised step 2 is not committed", [1, 3]),
-        (1, "apart", "raised step 2 may be committed or not", [2, 3]),
-        (0, "within", "committed 2", [1, 2, 3]),
-        (1, "within", "committed 2", [2, 3]),
+        (0, "apart", "raised another checkpointer", [1, 3]),
+        (1, "apart", "raised another checkpointer", [2, 3]),
+        (0, "within", "raised another checkpointer", [1, 3]),
+        (1, "within", "raised another checkpointer", [2, 3]),
     ],
 )
 def test_the_last_steps_are_there_whatever_becomes_of_a_save_that_was_stopped(
@@ -71,8 +71,7 @@ def test_the_last_steps_are_there_whatever_becomes_of_a_save_that_was_stopped(
     """PROTOCOL 18, seed 8190: a step that could be read was counted by the retention of another
     session, which removed the one before it; then it was withdrawn. Now either the stopped save
     finds that it is over and nothing of it shows, or it is there for good, though it was not
-    acknowledged: the claim that it was written under was taken over (PROTOCOL 6). One that is all
-    in its manifest is not ended by others: it appears whole, whenever it goes on."""
+    acknowledged: the claim that it was written under was taken over (PROTOCOL 6)."""
     settings = Settings(run_directory=str(tmp_path / "run"), workers_per_device=1)
     paths = [str(tmp_path / f"d{i}") for i in range(6)]
     config = tmp_path / "pool.toml"

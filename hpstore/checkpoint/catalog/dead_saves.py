@@ -7,6 +7,8 @@ collector sees what it has put, or bars it. Nothing that could be read is ever w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.writer_fence import ATTEMPT_SECONDS
 from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
@@ -25,12 +27,24 @@ def taken_for_dead() -> CheckpointError:
     )
 
 
-def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
+def _all_count(_: str) -> bool:
+    return True
+
+
+def end_save(
+    pool: Pool,
+    key: str,
+    *,
+    manifest: str,
+    replaces: bool,
+    counts: Callable[[str], bool] = _all_count,
+) -> None:
     """End a save that is taken for dead. On return its manifest is there to stay or never comes.
 
     `key`: of its note, or of the mark that a collector has left which was killed at this; the mark
-    protects what the note did. `replaces`: its manifest may take the place of another one. Raises
-    what the pool raises, CheckpointError: then it is not decided, and the note or mark is left.
+    protects what the note did. `replaces`: its manifest may take the place of another one.
+    `counts`: as decide() has it. Raises what the pool raises, CheckpointError: then it is not
+    decided, and the note or mark is left.
     """
     before, kind, name = key.rsplit("/", 2)
     note, mark = f"{before}/attempts/{name}", f"{before}/condemned/{name}"
@@ -43,7 +57,7 @@ def end_save(pool: Pool, key: str, *, manifest: str, replaces: bool) -> None:
             data = _UNREADABLE
         pool.put(mark, data)
     _end_note(pool, note)
-    decide(pool, manifest, replaces=replaces)
+    decide(pool, manifest, replaces=replaces, counts=counts)
     _delete(pool, mark)
 
 
@@ -56,15 +70,23 @@ def _end_note(pool: Pool, note: str) -> None:
     raise CheckpointError(f"{note} was put again and again while it was removed")
 
 
-def decide(pool: Pool, manifest: str, *, replaces: bool) -> None:
+def decide(
+    pool: Pool, manifest: str, *, replaces: bool, counts: Callable[[str], bool] = _all_count
+) -> None:
     """Let a manifest that others have begun to put be there to stay, or never come by their puts.
-    Raises what the pool raises, CheckpointError: then it is not decided."""
+
+    `counts`: whether a manifest of this version is a step; else it goes. Raises what the pool
+    raises, CheckpointError: then it is not decided.
+    """
     for _ in range(_TRIES):
         if pool.admin.bar(manifest):
             return
         try:
-            if replaces:  # what is under way replaces a version that is there no more
-                version = pool.stat(manifest).version
+            version = pool.stat(manifest).version
+            if not counts(version):
+                if not pool.admin.bar(manifest, removes=version):
+                    continue
+            elif replaces:  # what is under way replaces a version that is there no more
                 pool.put(manifest, pool.get(manifest), if_version=version)
             else:
                 require_safe(pool, manifest)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from hpstore.checkpoint.catalog.dead_saves import decide
 from hpstore.checkpoint.catalog.left_writers import WriterRecord
+from hpstore.checkpoint.catalog.run_index import take_over_from
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
-from hpstore.checkpoint.catalog.writer_fence import SaveAttempt, take_fence_of
+from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound
 
@@ -40,7 +42,7 @@ def end_left_saves(steps: StepCatalog, records: Sequence[WriterRecord]) -> None:
 
 def _end(steps: StepCatalog, record: WriterRecord) -> None:
     """The fence first: a save without a note looks at it under the claim of its put."""
-    take_fence_of(steps.pool, steps.prefix, record.boot, record.pid)
+    take_over_from(steps, record.boot, record.pid)
     listing = steps.listing()
     for key in listing.attempts:
         with suppress(ObjectNotFound, IntegrityError):
@@ -50,4 +52,4 @@ def _end(steps: StepCatalog, record: WriterRecord) -> None:
                 steps.end_attempt(key, attempt)
     if record.step is not None:
         key = manifest_key(steps.prefix, record.step)
-        decide(steps.pool, key, replaces=record.replaces)
+        decide(steps.pool, key, replaces=record.replaces, counts=partial(steps.counts, record.step))

@@ -12,6 +12,7 @@ from hpstore.checkpoint.catalog.retention import (
     StepFacts,
     decide,
 )
+from hpstore.checkpoint.catalog.run_index import take_out
 from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
@@ -33,14 +34,20 @@ def retain(
     *,
     now_ms: int,
     held: Mapping[str, int] | None = None,
+    session: str | None = None,
 ) -> None:
     """Remove what retention does not keep after `committed` was committed and is whole. Failing at
-    it does not fail the save. `held`: what stays besides, by why."""
+    it does not fail the save. `held`: what stays besides, by why. `session`: that has saved it, if
+    one has: then the steps are no steps any more before anything of them goes, or it has lost the
+    fence and nothing goes (PROTOCOL 19)."""
     if retention.keep_last is None:
         return
     try:
         decisions = decisions_after(steps, committed, retention, now_ms=now_ms, held=held)
-        steps.delete_all([decision.step for decision in decisions if not decision.stays])
+        going = [decision.step for decision in decisions if not decision.stays]
+        if going and session is not None:
+            going = take_out(steps, going, committed, session)
+        steps.delete_all(going)
     except (HpstoreError, OSError) as error:
         _log.warning("retention under %r is postponed: %s", steps.prefix, error)
 

@@ -13,8 +13,11 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
+from hpstore.checkpoint.catalog.fence_record import FenceRecord, read_fence
 from hpstore.checkpoint.catalog.hidden_steps import Rollback, RollbackState, copy_key, record_key
+from hpstore.checkpoint.catalog.run_index import put_manifest
 from hpstore.checkpoint.catalog.segment_safety import existing_version, require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, decode_protection
 from hpstore.checkpoint.catalog.step_watch import is_hold
@@ -257,11 +260,9 @@ def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
     _require_none_since(steps, record, copies)
     found = _moved(steps, found, RollbackState.RETURNING)  # from now on nothing of it expires
     for step, data in sorted(copies.items()):
-        key = manifest_key(steps.prefix, step)
         try:
-            steps.pool.put(
-                key, data, if_absent=True, progress=lambda _: _require_returning(steps, found)
-            )
+            look = partial(_require_returning, steps, found)
+            put_manifest(steps, step, data, before=None, look=look)
         except VersionConflict:
             if not _same(steps, step, data):
                 raise
@@ -275,7 +276,7 @@ def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
     return replace(done.rollback, hidden=tuple(sorted(copies)))
 
 
-def _require_returning(steps: StepCatalog, found: _Found) -> None:
+def _require_returning(steps: StepCatalog, found: _Found) -> FenceRecord | None:
     """Under the claim of a manifest's put, before it writes: raise if another process has taken
     this undo for dead, as the run went on, or has begun one of its own."""
     key = record_key(steps.prefix, found.rollback.name)
@@ -284,6 +285,7 @@ def _require_returning(steps: StepCatalog, found: _Found) -> None:
             "another process takes this rollback back, or has ended this undo since the run has "
             "gone on: this one goes on no more. Look at steps() and steps.rollbacks()"
         )
+    return read_fence(steps.pool, steps.prefix)
 
 
 def _protect_again(steps: StepCatalog, rollback: str, step: int, name: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 from hpstore.checkpoint.catalog.dead_saves import end_save
+from hpstore.checkpoint.catalog.fence_record import fence_key, fence_session, index_of
 from hpstore.checkpoint.catalog.hidden_steps import HiddenSteps
 from hpstore.checkpoint.catalog.left_writers import LeftWriters
 from hpstore.checkpoint.catalog.not_found_hint import nothing_under
@@ -16,7 +18,6 @@ from hpstore.checkpoint.catalog.writer_fence import (
     NoteWatch,
     SaveAttempt,
     attempt_lives,
-    fence_session,
 )
 from hpstore.checkpoint.format.checkpoint_manifest import (
     HEAD_BYTES,
@@ -58,6 +59,8 @@ class StepCatalog:
         self.hidden = HiddenSteps(pool, self.prefix)
         self.left = LeftWriters(pool, self.prefix)
         self._seen: frozenset[int] = frozenset()  # steps that the last listing had: a hint
+        self.manifests: dict[int, str] = {}  # their versions
+        self._overtaken: dict[int, str] = {}  # versions of manifests that it had, of no steps
         self.lasting: set[int] = set()  # steps that were seen to survive a loss: they stay
         self.unclear: set[str] = set()  # nonces of this process' saves that may yet be read
 
@@ -65,11 +68,23 @@ class StepCatalog:
         """All objects of the run, sorted out.
 
         Raises TooFewDevices when some may be there unseen: what is not listed would be taken for
-        absent, and what an unseen manifest names for garbage.
+        absent, and what an unseen manifest names for garbage. Which manifests are steps is read
+        after them (PROTOCOL 18): of an older record, one that was put since might count.
         """
-        found = sort_out(self.prefix, self.pool.list(f"{self.prefix}/", certain=True))
-        self._seen = frozenset(found.steps)
-        return found
+        listed = self.pool.admin.versions_under(f"{self.prefix}/")
+        found = sort_out(self.prefix, sorted(listed))
+        fenced = fence_key(self.prefix) in listed
+        index = index_of(self.pool, self.prefix) if fenced else None
+        there = {step: listed[manifest_key(self.prefix, step)] for step in found.steps}
+        self.manifests = there if index is None else index.committed(there)
+        self._overtaken = {s: v for s, v in there.items() if s not in self.manifests}
+        self._seen = frozenset(self.manifests)
+        return replace(found, steps=tuple(self.manifests))
+
+    def counts(self, step: int, version: str) -> bool:
+        """Whether a manifest of this version is a step, as the run is now."""
+        index = index_of(self.pool, self.prefix)
+        return index is None or index.counts(step, version)
 
     def all(self) -> list[int]:
         """Committed steps, ascending."""
@@ -121,6 +136,9 @@ class StepCatalog:
         """A step's manifest. Raises CheckpointError when there is none, IntegrityError."""
         key = manifest_key(self.prefix, step)
         try:
+            version = self.pool.stat(key).version
+            if not self.counts(step, version):
+                raise ObjectNotFound(f"{key} was put by a session that had lost the fence", key=key)
             return Manifest.decode(self.pool.get(key), where=key)
         except ObjectNotFound as error:
             known = self.all()[-8:]
@@ -357,10 +375,12 @@ class StepCatalog:
 
         Does nothing while some manifest cannot be read: it might name them. Dead saves are ended
         first, and manifests are looked at after that: one that commits all the same has its
-        manifest there by then (PROTOCOL 18).
+        manifest there by then (PROTOCOL 18). Manifests that are no steps go first.
         """
         try:
             first, dead = self._orphans()
+            for step, version in self._overtaken.items():
+                self.pool.admin.bar(manifest_key(self.prefix, step), removes=version)
             if not first and not dead:
                 return 0
             for key, attempt in dead.items():
@@ -380,7 +400,8 @@ class StepCatalog:
         manifest = (attempt.manifest if attempt else "") or manifest_key(self.prefix, step)
         replaces = attempt.replaces if attempt else True
         try:
-            end_save(self.pool, key, manifest=manifest, replaces=replaces)
+            counts = partial(self.counts, step)
+            end_save(self.pool, key, manifest=manifest, replaces=replaces, counts=counts)
         except (HpstoreError, OSError) as error:
             _log.warning(
                 "what became of a save of step %d under %r is left open: %s",

@@ -15,12 +15,7 @@ from dataclasses import dataclass
 
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.watch_cursor import Commit, WatchCursor, cursor_key
-from hpstore.checkpoint.format.checkpoint_manifest import (
-    MAX_STEP,
-    checked_step,
-    manifest_key,
-    sort_out,
-)
+from hpstore.checkpoint.format.checkpoint_manifest import MAX_STEP, checked_step, manifest_key
 from hpstore.errors import (
     CheckpointError,
     ConfigError,
@@ -137,12 +132,9 @@ class StepWatch:
     def _list(self) -> None:
         """What is committed now that is not known. Those that wait and are gone are reported."""
         began = self._clock()
-        found = self._pool.admin.versions_under(f"{self._catalog.prefix}/step-")
-        steps = sort_out(self._catalog.prefix, list(found)).steps
-        commits = [
-            Commit(step=step, version=found[manifest_key(self._catalog.prefix, step)])
-            for step in steps
-        ]
+        steps = self._catalog.listing().steps
+        found = self._catalog.manifests
+        commits = [Commit(step=step, version=found[step]) for step in steps if step in found]
         if not self._begun:
             self._begin(commits)
         self._known = {step: v for step, v in self._known.items() if step in steps}

@@ -2,23 +2,32 @@
 
 PROTOCOL 18: a save is noted, durably, before it writes; garbage collection honours the note as
 long as it is alive. The fence is one object that names the session which saves here: the last one
-to begin has it, an older one that is still running fails clearly instead of mixing in.
+to begin has it, an older one that is still running fails clearly instead of mixing in. What such
+a one had begun to commit is no step: the fence also says what was committed before.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from hpstore.checkpoint.format.checkpoint_manifest import attempt_key
-from hpstore.errors import HpstoreError, ObjectNotFound, ThreadsExhausted, VersionConflict
+from hpstore.checkpoint.catalog.fence_record import FenceRecord, counter_of, fence_key, read_fence
+from hpstore.checkpoint.catalog.segment_safety import existing_version
+from hpstore.checkpoint.format.checkpoint_manifest import attempt_key, manifest_key, sort_out
+from hpstore.checkpoint.format.step_ranges import StepRanges
+from hpstore.errors import (
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    ThreadsExhausted,
+    VersionConflict,
+)
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.pool.pool import Pool
@@ -26,6 +35,7 @@ from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
 BEAT_SECONDS = 60.0
+_TRIES = 8  # of processes that take the fence at once
 ATTEMPT_SECONDS = 15 * 60.0  # a save of another host is dead when its note stood still so long
 
 
@@ -226,61 +236,99 @@ class Heartbeat:
             _log.info("the note %s is left to garbage collection: %s", self._key, error)
 
 
-def fence_key(prefix: str) -> str:
-    """Key of the object that says which session saves here."""
-    return f"{prefix}/writer"
+def take_fence(
+    pool: Pool,
+    prefix: str,
+    session: str,
+    *,
+    if_version: str | None = None,
+    end_replacements: Callable[[], object] = lambda: None,
+) -> None:
+    """Become the session that saves under `prefix`; an older one commits nothing after the return.
 
-
-def take_fence(pool: Pool, prefix: str, session: str, *, if_version: str | None = None) -> None:
-    """Become the session that saves under `prefix`; an older one fails at its next commit.
+    What is there then is written down: a manifest that an older session puts later is no step,
+    however long it was stopped (PROTOCOL 18). `end_replacements` ends saves that may put theirs in
+    the place of a step. After a crash in the middle, the next call takes it again.
 
     `if_version`: raise VersionConflict when the fence is of another version than this.
     """
+    key, mine = fence_key(prefix), _mine(session)
+    for _ in range(_TRIES):
+        version = existing_version(pool, key)
+        if if_version not in (None, version):
+            raise VersionConflict(f"the fence of {prefix!r} was taken by another process", key=key)
+        try:
+            if version is None:  # nobody else can have begun anything
+                pool.put(key, mine.encode(), if_absent=True)
+                return
+            before = _before(pool, key, version)
+            mine = replace(mine, epoch=before.epoch, steps=before.steps)
+            version = pool.put(key, mine.encode(), if_version=version).version
+        except VersionConflict:
+            continue
+        end_replacements()
+        found = pool.admin.versions_under(f"{prefix}/step-")
+        manifests = {s: found[manifest_key(prefix, s)] for s in sort_out(prefix, found).steps}
+        write_index(pool, prefix, mine, manifests, version=version, epoch=counter_of(version))
+        return
+    raise VersionConflict(f"other processes took the fence of {prefix!r} again and again", key=key)
+
+
+def _mine(session: str) -> FenceRecord:
     host, boot, _ = here()
-    body = {
-        "format": FORMAT,
-        "session": session,
-        "host": host,
-        "boot": boot,
-        "pid": os.getpid(),
-        "since_ms": time.time_ns() // 1_000_000,
-    }
-    pool.put(fence_key(prefix), seal(dict(body)), if_version=if_version)
+    since_ms = max(0, time.time_ns() // 1_000_000)  # for people
+    return FenceRecord(session=session, host=host, boot=boot, pid=os.getpid(), since_ms=since_ms)
 
 
-def take_fence_of(pool: Pool, prefix: str, boot: str, pid: int) -> None:
-    """Take the fence from a process of this boot, for a session that saves nothing; not from
-    another one, which may have taken it by then."""
-    key = fence_key(prefix)
+def _before(pool: Pool, key: str, version: str) -> FenceRecord:
+    """What is replaced. One that is damaged hides nothing: every manifest is a step."""
     try:
-        version = pool.stat(key).version
-        body = unseal(pool.get(key), where=key)
-        if (body.get("boot"), body.get("pid")) == (boot, pid):
-            take_fence(pool, prefix, f"restore-{secrets.token_hex(8)}", if_version=version)
-    except (ObjectNotFound, VersionConflict):
-        return
+        return FenceRecord.decode(pool.get(key, version=version), where=key)
+    except ObjectNotFound as error:
+        raise VersionConflict(f"{key} was replaced while it was read", key=key) from error
+    except IntegrityError as error:
+        _log.warning("the fence is replaced, all manifests are taken for steps: %s", error)
+        return FenceRecord(session="")
 
 
-def fence_session(pool: Pool, prefix: str) -> str | None:
-    """The session that saves under `prefix` now; None when that is unclear or there is none."""
-    key = fence_key(prefix)
+def write_index(
+    pool: Pool,
+    prefix: str,
+    record: FenceRecord,
+    manifests: Mapping[int, str],
+    *,
+    version: str,
+    epoch: int,
+    without: Collection[int] = (),
+) -> None:
+    """Put the record of the fence, of which this is the `version`, with what is committed now.
+
+    `manifests`: versions by step, listed after a version with the counter `epoch` was put under the
+    claim of this run: so all below it that was acknowledged is listed. `without`: steps that are no
+    steps from now on. Raises VersionConflict when another session has taken the fence: nothing was
+    changed.
+    """
+    there = {step for step, found in manifests.items() if record.counts(step, found)}
+    after = replace(record, epoch=epoch, steps=StepRanges.of(there.difference(without)))
     try:
-        return str(unseal(pool.get(key), where=key).get("session"))
-    except (HpstoreError, OSError):
-        return None
+        pool.put(fence_key(prefix), after.encode(), if_version=version)
+    except VersionConflict as error:
+        raise _lost(read_fence(pool, prefix), prefix) from error
 
 
-def require_fence(pool: Pool, prefix: str, session: str) -> None:
-    """Raise VersionConflict when another session has begun to save here since."""
-    key = fence_key(prefix)
-    try:
-        body = unseal(pool.get(key), where=key)
-    except ObjectNotFound:
-        return
-    if body.get("session") != session:
-        raise VersionConflict(
-            f"another checkpointer (process {body.get('pid')} on {body.get('host')}) has begun to "
-            f"save under {prefix!r} since this one did; this one saves no more there. What both "
-            "have committed is untouched. Stop one of them, or use another prefix.",
-            key=key,
-        )
+def require_fence(pool: Pool, prefix: str, session: str) -> FenceRecord | None:
+    """Raise VersionConflict when another session has begun to save here since. The record."""
+    found = read_fence(pool, prefix)
+    if found is not None and found.session != session:
+        raise _lost(found, prefix)
+    return found
+
+
+def _lost(found: FenceRecord | None, prefix: str) -> VersionConflict:
+    process = "a process" if found is None else f"process {found.pid} on {found.host}"
+    return VersionConflict(
+        f"another checkpointer ({process}) has begun to save under {prefix!r} since this one did; "
+        "this one saves no more there. What both have committed is untouched. Stop one of them, or "
+        "use another prefix.",
+        key=fence_key(prefix),
+    )

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from hpstore.checkpoint.catalog.fence_record import fence_key
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
-from hpstore.checkpoint.catalog.writer_fence import fence_key, here
+from hpstore.checkpoint.catalog.writer_fence import here
 from hpstore.checkpoint.checkpointer import Checkpointer
 from hpstore.checkpoint.convert.dcp_directories import METADATA, unpickle_dcp
 from hpstore.checkpoint.convert.dcp_sources import SCHEME, read_plain_dcp

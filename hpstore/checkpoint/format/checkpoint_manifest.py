@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -321,7 +321,7 @@ class Listing:
     condemned: dict[str, tuple[int, str]]  # key -> (step, nonce)
 
 
-def sort_out(prefix: str, keys: list[str]) -> Listing:
+def sort_out(prefix: str, keys: Iterable[str]) -> Listing:
     """Steps, segments and attempts among keys under `prefix`. Pure."""
     steps: list[int] = []
     segments, attempts, condemned = {}, {}, {}

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from hpstore.checkpoint.catalog.fence_record import fence_session
 from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.retention_hint import note_expiring
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
-from hpstore.checkpoint.catalog.writer_fence import fence_session
 from hpstore.checkpoint.save.save_handle import SaveReport
 from hpstore.checkpoint.tiers.tier_copies import TierCopies
 from hpstore.runtime.clock import SystemClock
@@ -102,7 +102,14 @@ class AfterCommits:
         steps = self._steps
         if report.spare_columns >= steps.pool.parity and steps.is_whole(report.step):
             held = self._tiers.held()
-            retain(steps, report.step, self._retention, now_ms=self._wall_ms(), held=held)
+            retain(
+                steps,
+                report.step,
+                self._retention,
+                now_ms=self._wall_ms(),
+                held=held,
+                session=self._session,
+            )
             note_expiring(steps, report.step, self._retention)
             self._expire()
             return

@@ -14,9 +14,11 @@ from typing import Any, TypeVar
 
 from hpstore import errors
 from hpstore.checkpoint.catalog.dead_saves import taken_for_dead
+from hpstore.checkpoint.catalog.fence_record import FenceRecord, fence_key
+from hpstore.checkpoint.catalog.run_index import put_manifest, take_over
 from hpstore.checkpoint.catalog.segment_safety import existing_version, is_there, require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog, already_committed
-from hpstore.checkpoint.catalog.writer_fence import Heartbeat, fence_key, require_fence, take_fence
+from hpstore.checkpoint.catalog.writer_fence import Heartbeat, require_fence
 from hpstore.checkpoint.format.checkpoint_manifest import (
     Manifest,
     compact,
@@ -111,9 +113,16 @@ class SaveJob:
         """Put the fence and the note. From then on nobody removes `references`; those that cannot
         be read any more are returned with the nonce. A save within its manifest needs no note."""
         if fence:
-            take_fence(self._pool, self._prefix, self._options.session)
+            take_over(self._steps, self._options.session)
         if self._options.within:
             return {"nonce": secrets.token_hex(8), "gone": []}
+        beating = self._note(references)
+        there = self._referable(references)
+        gone = [key for key in references if key not in there]
+        return {"nonce": beating.nonce, "gone": gone}
+
+    def _note(self, references: Sequence[str]) -> Heartbeat:
+        """Put the note of this save, durably."""
         self._heartbeat = Heartbeat(
             self._pool,
             self._prefix,
@@ -124,9 +133,7 @@ class SaveJob:
             manifest=manifest_key(self._prefix, self._options.step),
             replaces=self._options.overwrite,
         )
-        there = self._referable(references)
-        gone = [key for key in references if key not in there]
-        return {"nonce": self._heartbeat.nonce, "gone": gone}
+        return self._heartbeat
 
     def _referable(self, references: Sequence[str]) -> set[str]:
         """Those that a manifest names now, after the note was put. PROTOCOL 18.
@@ -342,24 +349,27 @@ class SaveJob:
                 require_fence(self._pool, self._prefix, self._options.session)
             manifest, data = self._manifest(written)
             before, replaced = self._standing(key) if self._options.overwrite else (None, set())
+            if before is not None and self._heartbeat is None:
+                self._note([])  # who takes the fence must know that a step may be replaced
             undo.pop_all()
         # from here on the manifest may become visible even if its put fails
         self._maybe_visible = True
         try:
-            info = self._pool.put(
-                key,
+            info = put_manifest(
+                self._steps,
+                self._options.step,
                 data,
-                if_absent=before is None,
-                if_version=before,
+                before=before,
+                look=self._require_mine,
                 min_losses_tolerated=self._options.min_losses_tolerated,
-                progress=lambda _: self._require_mine(),
             )
         except VersionConflict as error:
             self._maybe_visible = error.maybe_visible  # else superseded, if ever it was seen
             if error.key == fence_key(self._prefix):
+                if not error.maybe_visible:
+                    self.abandon()
                 raise
-            if not self._options.within:
-                self._require_noted()
+            self._require_mine()  # else that is why
             raise already_committed(self._prefix, self._options.step, key) from error
         except (TooFewDevices, CheckpointError) as error:
             if not error.maybe_visible:  # a full pool: nothing of the manifest is there
@@ -383,12 +393,13 @@ class SaveJob:
             spare_columns=spare,
         )
 
-    def _require_mine(self) -> None:
-        """Under the claim of the manifest's put, before it writes: raise if this save is over."""
-        if self._options.within:
-            require_fence(self._pool, self._prefix, self._options.session)
-        else:
+    def _require_mine(self) -> FenceRecord | None:
+        """Under the claim of the run, before its manifest is written: raise if this save is over.
+        The record of the fence."""
+        found = require_fence(self._pool, self._prefix, self._options.session)
+        if self._heartbeat is not None or not self._options.within:
             self._require_noted()
+        return found
 
     def _require_noted(self) -> None:
         """PROTOCOL 18: under the claim of the manifest's put. Who takes this save for dead removes

@@ -15,8 +15,8 @@ import torch
 
 from hpstore.checkpoint.catalog.retention import Retention
 from hpstore.checkpoint.catalog.rollback import now_milliseconds, remove_expired
+from hpstore.checkpoint.catalog.run_index import take_over
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
-from hpstore.checkpoint.catalog.writer_fence import take_fence
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest, checked_step
 from hpstore.checkpoint.format.pack import known_items
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks, require_alike
@@ -470,7 +470,7 @@ class Saver:
         """Become the session that saves here, which is returned, for a rollback: on rank 0, no save
         being under way. The next save takes the fence again if it is the first.
         """
-        take_fence(self._catalog.pool, self._catalog.prefix, self._session)
+        take_over(self._catalog, self._session)
         return self._session
 
     def _expire(self) -> None:

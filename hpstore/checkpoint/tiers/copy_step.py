@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from hpstore.checkpoint.catalog.dead_saves import taken_for_dead
+from hpstore.checkpoint.catalog.fence_record import FenceRecord, read_fence
+from hpstore.checkpoint.catalog.run_index import put_manifest
 from hpstore.checkpoint.catalog.segment_safety import existing_version, is_there, require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import Heartbeat
@@ -151,6 +153,9 @@ class _Copy:
             there = self._target.facts(self._step)
             for segment in there.objects:
                 self._target.pool.stat(segment.key)
+            version = self._target.pool.stat(self._key).version
+            if not self._target.counts(self._step, version):
+                return False
         except (HpstoreError, OSError):
             return False  # it is replaced
         mine = (manifest.step, manifest.created_ms, manifest.session)
@@ -234,12 +239,12 @@ class _Copy:
         self._require_going_on()
         self._maybe_visible = True
         try:
-            info = self._target.pool.put(
-                self._key,
+            info = put_manifest(
+                self._target,
+                self._step,
                 made.encode(),
-                if_absent=before is None,
-                if_version=before,
-                progress=lambda _: self._require_current(version),
+                before=before,
+                look=lambda: self._require_current(version),
             )
         except HpstoreError as error:
             self._maybe_visible = error.maybe_visible
@@ -247,8 +252,9 @@ class _Copy:
         self._target.note_facts(made, info.version)
         return info
 
-    def _require_current(self, version: str) -> None:
-        """Under the claim of the manifest's put: raise unless this copy may still be committed."""
+    def _require_current(self, version: str) -> FenceRecord | None:
+        """Under the claim of the manifest's put: raise unless this copy may still be committed. The
+        record of the fence there."""
         self._require_going_on()
         try:
             gone = self._heartbeat is None or self._heartbeat.removed()
@@ -262,6 +268,7 @@ class _Copy:
                 f"step {self._step} was removed or saved again while it was copied; nothing of the "
                 "copy can be read"
             )
+        return read_fence(self._target.pool, self._target.prefix)
 
     def _end(self, *, committed: bool) -> None:
         try:

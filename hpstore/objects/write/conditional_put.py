@@ -67,7 +67,7 @@ def put_if(
             store.metrics.count("claim_lost_total")
             left = left or error.maybe_visible
         except BaseException as error:
-            if written is not None and isinstance(error, VersionConflict):
+            if written is not None and isinstance(error, VersionConflict) and error.key == key:
                 raise _overtaken(key) from error
             if left and not getattr(error, "maybe_visible", False):  # of an earlier try
                 say_maybe(error, MAYBE_STORED)
@@ -97,12 +97,13 @@ def _overtaken(key: str) -> VersionConflict:
     )
 
 
-def bar_puts(store: PoolContext, claims: Claims, key: str) -> bool:
+def bar_puts(store: PoolContext, claims: Claims, key: str, *, removes: str | None = None) -> bool:
     """End the conditional puts of a key that have begun: none stores what is not there already.
 
     True when nothing is there: a tombstone is, above all that they may still publish, and they
-    raise VersionConflict. False when an object is there, which may be of such a put. Raises
-    TooFewDevices, LockTimeout, RegistersUnavailable: then nothing is decided.
+    raise VersionConflict. False when an object is there, which may be of such a put; one of the
+    version `removes` is deleted. Raises TooFewDevices, LockTimeout, RegistersUnavailable: then
+    nothing is decided.
     """
     for _ in range(_TRIES):
         claim = claims.take(key)
@@ -110,7 +111,11 @@ def bar_puts(store: PoolContext, claims: Claims, key: str) -> bool:
             survey = stable_survey(store, key, absent=True, patience=PATIENCE)
             require_known(store.view, survey)
             newest = newest_by_name(store.view, survey)
-            if newest is not None and newest.kind is not Kind.TOMBSTONE:
+            if (
+                newest is not None
+                and newest.kind is not Kind.TOMBSTONE
+                and version_token(*newest.version.content) != removes
+            ):
                 return False
             columns = write_tombstone(store, key, survey, next_counter=claim.next_counter)
             claim.give_back()

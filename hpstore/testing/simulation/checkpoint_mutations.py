@@ -49,6 +49,54 @@ def _no_bar(exchange: Exchange) -> None:
     exchange(dead_saves, "decide", lambda pool, manifest, *, replaces: None)
 
 
+def _no_index(exchange: Exchange) -> None:
+    """Rule 18: every manifest is a step, whenever it was put."""
+    from hpstore.checkpoint.catalog.fence_record import FenceRecord
+
+    exchange(FenceRecord, "counts", lambda record, step, version: True)
+
+
+def _no_look_at_the_fence(exchange: Exchange) -> None:
+    """Rule 18: a save does not look whether another session has taken the fence."""
+    from hpstore.checkpoint.catalog.fence_record import read_fence
+    from hpstore.checkpoint.save import save_job
+
+    exchange(save_job, "require_fence", lambda pool, prefix, session: read_fence(pool, prefix))
+
+
+def _lists_first(exchange: Exchange) -> None:
+    """Rule 18: which steps there are is listed before the fence is taken."""
+    from hpstore.checkpoint.catalog import writer_fence
+    from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+
+    take, write = writer_fence.take_fence, writer_fence.write_index
+
+    def listed_first(pool: Any, prefix: str, session: str, **words: Any) -> None:
+        steps = StepCatalog(pool, prefix)
+        steps.listing()
+
+        def written(*args: Any, **more: Any) -> None:
+            write(*args[:3], steps.manifests, **more)
+
+        writer_fence.write_index = written
+        try:
+            take(pool, prefix, session, **words)
+        finally:
+            writer_fence.write_index = write
+
+    from hpstore.checkpoint.catalog import run_index
+
+    exchange(run_index, "take_fence", listed_first)
+
+
+def _own_claims(exchange: Exchange) -> None:
+    """Rule 18: manifests are put under claims of their own keys, not under that of the fence."""
+    from hpstore.agreement import claims
+    from hpstore.agreement.registers import bucket_of
+
+    exchange(claims, "key_register", lambda key: f"key-{bucket_of(key):04d}")
+
+
 def _withdraws(exchange: Exchange) -> None:
     """Rule 18, as it was: the note is looked at after the put, and without it the step goes."""
     from hpstore.checkpoint.catalog import dead_saves
@@ -153,6 +201,10 @@ CHECKPOINT_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
     "ignores-notes": _ignores_notes,
     "no-look-at-notes": _no_look_at_notes,
     "no-bar": _no_bar,
+    "no-index": _no_index,
+    "no-look-at-the-fence": _no_look_at_the_fence,
+    "lists-first": _lists_first,
+    "own-claims": _own_claims,
     "withdraws": _withdraws,
     "lists-once": _lists_once,
     "stops-at-gone-steps": _stops_at_gone_steps,
