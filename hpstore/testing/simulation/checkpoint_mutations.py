@@ -66,27 +66,24 @@ def _no_look_at_the_fence(exchange: Exchange) -> None:
 
 def _lists_first(exchange: Exchange) -> None:
     """Rule 18: which steps there are is listed before the fence is taken."""
-    from hpstore.checkpoint.catalog import writer_fence
+    from hpstore.checkpoint.catalog import run_index, writer_fence
     from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 
     take, write = writer_fence.take_fence, writer_fence.write_index
+    listed: list[StepCatalog] = []
 
-    def listed_first(pool: Any, prefix: str, session: str, **words: Any) -> None:
-        steps = StepCatalog(pool, prefix)
-        steps.listing()
+    def take_later(pool: Any, prefix: str, session: str, **words: Any) -> None:
+        listed[:] = [StepCatalog(pool, prefix)]
+        listed[0].listing()
+        take(pool, prefix, session, **words)
 
-        def written(*args: Any, **more: Any) -> None:
-            write(*args[:3], steps.manifests, **more)
+    def write_earlier(
+        pool: Any, prefix: str, record: Any, manifests: dict[int, str], **words: Any
+    ) -> None:
+        write(pool, prefix, record, listed[0].manifests, **words)
 
-        writer_fence.write_index = written
-        try:
-            take(pool, prefix, session, **words)
-        finally:
-            writer_fence.write_index = write
-
-    from hpstore.checkpoint.catalog import run_index
-
-    exchange(run_index, "take_fence", listed_first)
+    exchange(run_index, "take_fence", take_later)
+    exchange(writer_fence, "write_index", write_earlier)
 
 
 def _own_claims(exchange: Exchange) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,6 +151,8 @@ def save(client: Client, turn: Turn) -> None:
 
 def _refused(error: Exception) -> bool:
     text = str(error)
+    if "may have been stored" in text:
+        return False
     return "is not committed" in text or "saves no more there" in text or "was not staged" in text
 
 
@@ -229,6 +232,11 @@ def check_at_end(scene: ActionScene, pool: Pool, when: str) -> None:
             if save_.acknowledged <= began and save_.step in there:
                 maker.restore(state, save_.step)
                 judge(scene, state, save_.step, began, sound=False)
+        known = {save_.step for save_ in history.saves if save_.acknowledged <= began}
+        for step in sorted(set(there) - known):  # also of saves that are "not committed"
+            with suppress(HpstoreError):
+                maker.restore(state, step)
+                judge(scene, state, step, began, sound=False)
     except HpstoreError as error:
         if history.committed() is not None:
             scene.find("not restored", f"{when}: {type(error).__name__}: {error}")
