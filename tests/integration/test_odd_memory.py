@@ -86,7 +86,7 @@ def test_strides_that_do_not_clash_are_filled(
 
 def test_a_fake_tensor_is_refused_by_name(pool: hpstore.Pool) -> None:
     """It was an AssertionError of torch's, in the middle of the copies."""
-    with FakeTensorMode():  # type: ignore[no-untyped-call]
+    with FakeTensorMode():
         fake = torch.ones(3)
     with Checkpointer(pool, "run") as ckpt:
         with pytest.raises(CheckpointError, match="'x' is a fake tensor: it holds no values"):
@@ -142,7 +142,7 @@ def test_a_default_device_of_the_script_is_none_of_ours(pool: hpstore.Pool) -> N
 
 def test_a_read_only_array_cannot_be_filled(pool: hpstore.Pool) -> None:
     """It was numpy's error, after other parts of the state had been filled."""
-    target = {"a": torch.zeros(2), "b": np.frombuffer(bytes(8), np.uint8)}
+    target: dict[str, Any] = {"a": torch.zeros(2), "b": np.frombuffer(bytes(8), np.uint8)}
     with Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, {"a": torch.ones(2), "b": np.arange(8, dtype=np.uint8)}).result()
         with pytest.raises(CheckpointMismatch, match=r"'b' is a read-only array. Give its copy"):

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
@@ -66,3 +69,42 @@ def test_parameters_with_numbers_must_be_as_many(pool: hpstore.Pool) -> None:
                 {"e": other["experts"]["0"], "s": other["shared"], "o": more}, strict=False
             )
         assert torch.equal(other["shared"].weight, before)
+
+
+def go_on(rank: int, world: int, directory: Path, kind: str) -> None:
+    """LBFGS over a model that is sharded evenly, or that all have: saved, and restored."""
+    batch = torch.linspace(-1, 1, 32).reshape(8, 4)
+
+    def made(seed: int) -> tuple[torch.nn.Module, torch.optim.LBFGS]:
+        torch.manual_seed(seed)
+        net: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+        if kind == "fsdp":
+            fully_shard(net, mesh=init_device_mesh("cpu", (world,)))
+        else:
+            net = DistributedDataParallel(net)
+        return net, torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+    def step(net: torch.nn.Module, optimizer: torch.optim.LBFGS) -> float:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = net(batch).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        return float(optimizer.step(closure).detach())  # type: ignore[no-untyped-call]
+
+    net, optimizer = made(0)
+    step(net, optimizer)
+    other, fresh = made(1)
+    with open_pool(directory) as pool, Checkpointer(pool, kind, rng=False) as ckpt:
+        ckpt.save(1, {"m": net, "o": optimizer}).result()
+        ckpt.restore({"m": other, "o": fresh})
+    wanted, found = step(net, optimizer), step(other, fresh)
+    assert found == pytest.approx(wanted, rel=1e-5), (kind, found, wanted)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_the_history_of_lbfgs_goes_on_over_two_ranks(tmp_path: Path, kind: str) -> None:
+    """With FSDP2 its vectors came back as plain tensors, and the next step raised."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, go_on, kind)

@@ -22,7 +22,7 @@ from tests.trainers.test_huggingface_ranks import arguments
 AT = 3
 
 
-class Herald(transformers.TrainerCallback):  # type: ignore[misc]
+class Herald(transformers.TrainerCallback):
     """Says that step AT is done."""
 
     def __init__(self, fifo: str) -> None:

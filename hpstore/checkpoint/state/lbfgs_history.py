@@ -55,6 +55,27 @@ def in_own_order(
     return {**loaded, "state": {**others, next(iter(mine)): _with_vectors(slots, moved)}}
 
 
+def placed(optimizer: Optimizer, packed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state whose vectors can be added to gradients: with FSDP2 these are DTensors, and what was
+    read is whole on each rank."""
+    parameters = optimizer.param_groups[0]["params"] if isinstance(optimizer, LBFGS) else []
+    first = next((p for p in parameters if hasattr(p, "device_mesh")), None)
+    if first is None:
+        return packed
+    from torch.distributed.tensor import DTensor, Replicate  # takes long, and few need it
+
+    mesh = first.device_mesh
+
+    def whole(vector: torch.Tensor) -> torch.Tensor:
+        if isinstance(vector, DTensor):
+            return vector
+        local = vector.to(first.device)
+        return DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    state = {key: _with_vectors(slots, whole) for key, slots in packed["state"].items()}
+    return {**packed, "state": state}
+
+
 def _count(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from hpstore.checkpoint.state.fill_objects import check_names
-from hpstore.checkpoint.state.lbfgs_history import in_own_order, require_history
+from hpstore.checkpoint.state.lbfgs_history import in_own_order, placed, require_history
 from hpstore.checkpoint.state.state_tree import join
 from hpstore.errors import CheckpointError, CheckpointMismatch
 
@@ -271,6 +271,7 @@ def _load(
     if owns_its_format(optimizer):
         optimizer.load_state_dict(packed)
         return
+    packed = dict(placed(optimizer, packed))
     hook = optimizer.register_load_state_dict_post_hook(
         lambda loaded: _keep_dtypes(loaded, called, saved), prepend=True
     )
