@@ -108,7 +108,8 @@ def test_a_history_of_fewer_parameters_is_not_loaded_into_more(pool: hpstore.Poo
     train(net, optimizer)
     with Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, {"model": net, "optimizer": optimizer}).result()
-        other = torch.nn.Sequential(*fitted(1)[0], torch.nn.Linear(2, 2))
+        layers: Any = fitted(1)[0]
+        other = torch.nn.Sequential(*layers, torch.nn.Linear(2, 2))
         fresh = torch.optim.LBFGS(other.parameters(), max_iter=3)
         ckpt.restore({"model": other, "optimizer": fresh}, strict=False)
         assert not fresh.state

@@ -17,7 +17,7 @@ from hpstore.errors import CheckpointMismatch
 from tests.integration.ranks import launch, make_pool, open_pool, raised, together
 
 
-def mixture(experts: list[int], seed: int) -> tuple[torch.nn.ModuleDict, torch.optim.Optimizer]:
+def mixture(experts: list[int], seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """A layer that all have, and experts; with a step made, whose moments differ by expert."""
     torch.manual_seed(seed)
     held = torch.nn.ModuleDict({str(e): torch.nn.Linear(2, 2) for e in experts})
@@ -63,7 +63,7 @@ def test_parameters_with_numbers_must_be_as_many(pool: hpstore.Pool) -> None:
     with Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, {"e": model["experts"], "s": model["shared"], "o": optimizer}).result()
         other, more = mixture([0, 1], 1)
-        before = other["shared"].weight.clone()  # type: ignore[operator]
+        before = other["shared"].weight.clone()
         with pytest.raises(CheckpointMismatch, match=r"groups of \[4\] parameters, and has \[6\]"):
             ckpt.restore(
                 {"e": other["experts"]["0"], "s": other["shared"], "o": more}, strict=False

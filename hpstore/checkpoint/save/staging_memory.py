@@ -4,8 +4,8 @@ Deferred are only tensors that an optimizer's step alone changes: its parameters
 step's pre-hook waits for their copies. A change that comes sooner moves the tensor's version
 counter, or shows in a sample of what was copied: the save then fails, the training does not.
 
-What is copied at once is changed by nobody but another thread of the trainer: that moves the
-counter, too, and the save fails, as it would hold parts of two steps.
+What is copied at once only another thread of the trainer can change: that moves the counter, too,
+and the save fails, as it would hold parts of two steps.
 """
 
 from __future__ import annotations
