@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
@@ -22,6 +22,7 @@ from hpstore.units import KIB
 
 LIBRARY = pytest.mark.parametrize("library", [True, False])
 SMALL = st.integers(0, 6000)
+EXACT = st.sampled_from([0, 1, 511, 512, 513, 1024, 4095, 4096])  # that fill a page
 LARGE = st.integers(LARGE_RECORD_BYTES, 3 * LARGE_RECORD_BYTES)
 
 
@@ -33,8 +34,13 @@ def without(monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
         pytest.skip("installed without a compiler")
 
 
+@example(lengths=[1024] * 40, cursor=100, capacity=1 << 20, unit=4096, alignment=1)
+@example(lengths=[1000, 0, 2096] * 20, cursor=0, capacity=20_000, unit=4096, alignment=8)
+@example(lengths=[20_000] * 40, cursor=1, capacity=1 << 20, unit=64 * KIB, alignment=1)
 @given(
-    lengths=st.lists(SMALL, max_size=200)
+    lengths=st.lists(SMALL, min_size=16, max_size=200)
+    | st.lists(SMALL, max_size=20)
+    | st.lists(EXACT, min_size=16, max_size=100)
     | st.lists(LARGE, max_size=60)
     | st.lists(SMALL | LARGE | st.integers(0, 200_000), max_size=60),
     cursor=st.integers(0, 400_000),
