@@ -13,6 +13,7 @@ from hpstore.checkpoint.catalog import run_index, writer_fence
 from hpstore.checkpoint.catalog.fence_record import FenceRecord, counter_of, fence_key, read_fence
 from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
+from hpstore.checkpoint.catalog.segment_safety import existing_version
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import take_fence, write_index
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
@@ -164,10 +165,10 @@ def test_retention_of_a_session_that_lost_the_fence_removes_nothing_rule_19(
     """It has decided when another session begins."""
     with checkpointer(pool) as ckpt:
         save(ckpt, 1, 2, 3)
-        session, plain = ckpt.saver._session, run_index.existing_version
+        session = ckpt.saver._session
 
         def between(own: Pool, key: str) -> str | None:
-            found = plain(own, key)
+            found = existing_version(own, key)
             take_fence(own, RUN, "another")
             return found
 
