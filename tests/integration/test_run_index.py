@@ -89,8 +89,8 @@ def test_the_place_of_a_manifest_that_came_too_late_is_free_rule_18(
 ) -> None:
     with checkpointer(pool) as ckpt:
         save(ckpt, 1)
-    late(pool, 2, 7.0)
-    with checkpointer(pool) as ckpt:
+    with checkpointer(pool) as ckpt:  # it has collected garbage
+        late(pool, 2, 7.0)
         ckpt.save(2, {"w": torch.full((COUNT,), 2.0)}, overwrite=overwrite).result()
         assert held(ckpt) == {1: 1.0, 2: 2.0}
 
@@ -113,9 +113,9 @@ def test_a_collector_that_was_stopped_removes_no_step_that_took_the_place(
     """It has listed the manifest as garbage; then the step is saved in its place."""
     with checkpointer(pool) as ckpt:
         save(ckpt, 1)
-        late(pool, 2, 7.0)
         steps, plain = StepCatalog(pool, RUN), StepCatalog._orphans
         with checkpointer(pool) as other:
+            late(pool, 2, 7.0)
 
             def between(own: StepCatalog, *, all_live: bool = False) -> object:
                 found = plain(own, all_live=all_live)
@@ -133,8 +133,8 @@ def test_an_undo_puts_steps_back_where_a_late_manifest_lies_rule_24(pool: Pool) 
         save(ckpt, 1, 2)
         ckpt.rollback(1)
         assert held(ckpt) == {1: 1.0}
-    late(pool, 2, 7.0)
     with checkpointer(pool) as ckpt:
+        late(pool, 2, 7.0)
         ckpt.steps.undo_rollback()
         assert held(ckpt) == {1: 1.0, 2: 2.0}
 
