@@ -19,6 +19,7 @@ from hpstore.config import Settings
 from hpstore.errors import ConfigError
 from hpstore.health.policy.operator_commands import Command
 from hpstore.membership.device_places import sharing_note
+from hpstore.membership.failure_domains import DOMAIN, HOST
 
 
 def add(
@@ -49,20 +50,24 @@ def evict(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Remove a device at once; what it held counts as lost.
+    """Remove a device, or a whole host, at once; what it held counts as lost.
 
     hpstore evict pool.toml /mnt/b
 
-    `drain` moves what it holds first.
+    `host:b` is all devices of host b, `domain:rack1` those of a failure domain: they leave
+    together. `drain` moves what a device holds first.
     """
     with hpstore.open(pool) as opened:
-        found = opened.admin.devices.find(device)
+        named = opened.admin.devices.named(device)
+        several = device.startswith((HOST, DOMAIN))
+        what = f"{device}, {len(named)} devices" if several else named[0].url
         unsafe = ", also what no other device can replace" if force else ""
-        agree(f"evict {found.url}: what it holds counts as lost{unsafe}", yes=yes, named=True)
-        opened.evict(found.device_id, force=force)
+        agree(f"evict {what}: what it holds counts as lost{unsafe}", yes=yes, named=True)
+        opened.evict(device if several else named[0].device_id, force=force)
+    rows = [{"device": m.device_id, "url": m.url, "state": "evicted"} for m in named]
     say(
-        {"device": found.device_id, "url": found.url, "state": "evicted"},
-        f"{device} is evicted; `hpstore rebuild` heals what it held",
+        {"name": device, "devices": rows} if several else dict(rows[0]),
+        f"{what} is evicted; `hpstore rebuild` heals what it held",
         as_json=as_json,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from hpstore.errors import MembershipError
 from hpstore.format.keys import OBJECTS, Kind
@@ -22,18 +22,19 @@ from hpstore.objects.survey import (
 PUT_WAITS = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds before each further look at what a put began
 
 
-def lost_without(view: View, layout: Layout, leaving: str) -> bool:
-    """Whether a layout could no longer be read when a device leaves, judged by names."""
-    rest = {f.name.column for f in layout.files if f.device in view.devices and f.device != leaving}
+def lost_without(view: View, layout: Layout, leaving: Collection[str]) -> bool:
+    """Whether a layout could no longer be read when devices leave, judged by names."""
+    staying = view.devices.keys() - set(leaving)
+    rest = {f.name.column for f in layout.files if f.device in staying}
     return len(rest) < layout.data
 
 
-def endangered(store: PoolContext, leaving: str, *, emptied: bool) -> list[str]:
-    """Keys that would drop below k' without a device, which is closed for new columns already.
+def endangered(store: PoolContext, leaving: Collection[str], *, emptied: bool) -> list[str]:
+    """Keys that would drop below k' without devices that are closed for new columns already.
 
     A put that is under way may look like one of them: what is young is looked at again, for three
     seconds at most. Raises MembershipError when so many devices are unknown that an object may be
-    there unseen, unless the device was `emptied` under our eyes.
+    there unseen, unless they were `emptied` under our eyes.
     """
     catalog = walk(store)
     found = _lost_keys(store, catalog.surveys, leaving)
@@ -42,20 +43,22 @@ def endangered(store: PoolContext, leaving: str, *, emptied: bool) -> list[str]:
             break
         store.clock.wait(seconds)
         found = _lost_keys(store, survey_keys(store, list(found)), leaving)
-    unknown = catalog.unknown | store.view.record.unhealed() | {leaving}
+    away = catalog.unknown | store.view.record.unhealed()
+    unknown = away.union(leaving)
     if not found and not emptied and not store.view.record.opens_without(unknown):
         raise MembershipError(
-            f"{len(unknown) - 1} devices do not answer or were evicted since the last rebuild; "
-            "with one more gone, objects could be lost without a trace. Nothing was changed. "
+            f"{len(away)} devices do not answer or were evicted since the last rebuild; "
+            f"with {len(unknown - away)} more gone, objects could be lost without a trace. "
+            "Nothing was changed. "
             "Rebuild, or bring devices back first."
         )
     return sorted(found)
 
 
 def _lost_keys(
-    store: PoolContext, surveys: Mapping[str, Survey], leaving: str
+    store: PoolContext, surveys: Mapping[str, Survey], leaving: Collection[str]
 ) -> dict[str, Layout]:
-    """The objects among these that could no longer be read without a device."""
+    """The objects among these that could no longer be read without some devices."""
     found = {}
     for key, survey in surveys.items():
         layout = newest_by_name(store.view, survey)

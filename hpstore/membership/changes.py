@@ -6,7 +6,7 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -32,6 +32,7 @@ from hpstore.format.records import (
     DeviceState,
     Identity,
     Member,
+    PoolRecord,
     check_domain,
 )
 from hpstore.maintenance.dependents import depends_on, endangered, holds_live_files
@@ -41,12 +42,12 @@ from hpstore.membership.members import (
     commit_record,
     newest_record,
     with_member,
-    with_state,
-    without_member,
+    with_states,
+    without_members,
     writable_devices,
 )
 from hpstore.membership.returning_files import Return, judge_survey
-from hpstore.objects.context import PoolContext, View
+from hpstore.objects.context import PATIENCE, PoolContext, View
 from hpstore.objects.horizon import come_back_at, come_back_below
 from hpstore.objects.key_listing import walk
 from hpstore.objects.survey import newest_by_name, path_on
@@ -166,62 +167,102 @@ def set_state(
     store: PoolContext, device_id: str, state: DeviceState, *, force: bool = False
 ) -> None:
     """Change a member's state. The caller holds the change lock and refreshes afterwards."""
-    commit_record(store, with_state(store.view.record, device_id, state), {}, force=force)
+    commit_record(store, with_states(store.view.record, {device_id: state}), {}, force=force)
 
 
-def evict_member(
+def evict_members(
     store: PoolContext,
-    member: Member,
+    members: Sequence[Member],
     refresh: Callable[[], None],
     *,
     force: bool,
     emptied: bool = False,
+    confirm: Callable[[], None] = lambda: None,
 ) -> None:
-    """Take a device out; what it holds counts as lost. The caller holds the change lock.
+    """Take devices out, all in one generation; what they hold counts as lost. The caller holds the
+    change lock.
 
-    First it is closed for new columns, then what depends on it is looked at; so no put can slip
-    in between (PROTOCOL 16). Refuses, and opens it again, when an object would be lost.
+    First they are closed for new columns, then what depends on them is looked at; so no put can
+    slip in between (PROTOCOL 16). Refuses, and opens them again, when an object would be lost.
+    `confirm` is called before each membership is stored, and refuses it by raising.
     """
-    record = store.view.record
-    left = record.weight({m.device_id for m in record.members} - {member.device_id})
-    if left < record.parity + 1 and not force:
-        raise MembershipError(
-            f"without {member.url} {left} devices (or domains) are left; {record.parity + 1} are "
-            "needed to take new data with full parity. Add a device first, or force it."
-        )
+    leaving = frozenset(member.device_id for member in members)
+    what = members[0].url if len(members) == 1 else f"{len(members)} devices"
+    _require_enough_left(store.view.record, leaving, what, force=force)
+    if not (force or emptied):
+        _require_little_away(store, members, what)
     state = DeviceState.HEALED if emptied else DeviceState.EVICTED
     try:
-        set_state(store, member.device_id, DeviceState.DRAINING, force=force)
+        confirm()
+        closed = dict.fromkeys(leaving, DeviceState.DRAINING)
+        commit_record(store, with_states(store.view.record, closed), {}, force=force)
         refresh()
         judged, now = store.view.record, store.clock.wall_ms()
         if not force:
-            if keys := endangered(store, member.device_id, emptied=emptied):
+            if keys := endangered(store, leaving, emptied=emptied):
                 raise MembershipError(
-                    f"{len(keys)} objects need {member.url} to be readable, among them "
+                    f"{len(keys)} objects need {what} to be readable, among them "
                     f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
                 )
-            keep_debts(store, member.device_id)
-        record = without_member(judged, member.device_id, state, now)  # refused if it has moved
+            keep_debts(store, leaving)
+        record = without_members(judged, leaving, state, now)  # refused if it has moved
+        confirm()
         commit_record(store, record, {}, force=force)
     except UnclearChange:
         raise  # one more record, of a higher generation, could beat what is committed meanwhile
     except HpstoreError:
-        _open_again(store, member, refresh)
+        _open_again(store, members, refresh)
         raise
     refresh()
 
 
-def _open_again(store: PoolContext, member: Member, refresh: Callable[[], None]) -> None:
-    """After an eviction or drain that was refused: the state of before. Best effort."""
+def _require_enough_left(
+    record: PoolRecord, leaving: frozenset[str], what: str, *, force: bool
+) -> None:
+    """Raise MembershipError where what stays could take no data with full parity."""
+    staying = {m.device_id for m in record.members} - leaving
+    left = record.weight(staying)
+    if not staying or (left < record.parity + 1 and not force):
+        raise MembershipError(
+            f"without {what} {left} devices (or domains) are left; {record.parity + 1} are "
+            "needed to take new data with full parity. Add a device first, or force it."
+        )
+
+
+def _require_little_away(store: PoolContext, members: Sequence[Member], what: str) -> None:
+    """Raise MembershipError where more than m is away already, or would be without `members`, by
+    weight (PROTOCOL 16, 17). Looked at before anything is written."""
+    view, record = store.view, store.view.record
+    answers = store.each(view.devices, store.generation_on, patience=PATIENCE)
+    silent = {d for d, answer in answers.items() if isinstance(answer, Exception)} | view.missing
+    away = record.unhealed() | silent
+    gone = away.union(member.device_id for member in members)
+    if record.opens_without(gone):
+        return
+    named = [m.url for m in record.members if m.device_id in silent]
+    if unhealed := len(record.unhealed()):
+        named.append(f"{unhealed} that were evicted since the last rebuild")
+    raise MembershipError(
+        f"{what} cannot be evicted: as much as {record.weight(gone)} columns of an object would be "
+        f"away, {record.weight(away)} are now ({', '.join(named[-_NAMED:]) or 'none'}), and parity "
+        f"replaces {record.parity}. Nothing was changed. Rebuild, or bring devices back first."
+    )
+
+
+def _open_again(store: PoolContext, members: Sequence[Member], refresh: Callable[[], None]) -> None:
+    """After an eviction or drain that was refused: the states of before. Best effort."""
     try:
         refresh()
-        found = store.view.record.member(member.device_id)
-        if found is not None and found.state is not member.state:
-            set_state(store, member.device_id, member.state)
+        found = {m.device_id: m.state for m in store.view.record.members}
+        before = {m.device_id: m.state for m in members if m.device_id in found}
+        if any(found[device] is not state for device, state in before.items()):
+            commit_record(store, with_states(store.view.record, before), {}, force=False)
             refresh()
     except HpstoreError as error:
         _log.warning(
-            "device %s may stay draining, take it back with readmit: %s", member.url, error
+            "device %s may stay draining, take it back with readmit: %s",
+            ", ".join(member.url for member in members),
+            error,
         )
 
 
@@ -231,6 +272,7 @@ def drain_member(
     refresh: Callable[[], None],
     throttle: Throttle,
     progress: Callable[[int, int, str], None],
+    confirm: Callable[[], None] = lambda: None,
 ) -> int:
     """Move what is left on a draining device off it, then evict it; returns how many objects moved.
 
@@ -242,7 +284,7 @@ def drain_member(
     for _ in range(RESCANS):
         found = move_off(store, member, throttle, progress)
         if found is None:
-            evict_member(store, member, refresh, force=False, emptied=True)
+            evict_members(store, [member], refresh, force=False, emptied=True, confirm=confirm)
             return moved
         moved += found
     raise MembershipError(f"{member.url} still gets files after {RESCANS} rounds; drain again")

@@ -368,9 +368,9 @@ def _write_record(store: PoolContext, new: PoolRecord, devices: Mapping[str, Dev
     return {d for d, result in results.items() if not isinstance(result, Exception)}
 
 
-def with_state(record: PoolRecord, device_id: str, state: DeviceState) -> PoolRecord:
-    """The next generation, in which one member has another state."""
-    members = [replace(m, state=state) if m.device_id == device_id else m for m in record.members]
+def with_states(record: PoolRecord, states: Mapping[str, DeviceState]) -> PoolRecord:
+    """The next generation, in which these members have other states."""
+    members = [replace(m, state=states.get(m.device_id, m.state)) for m in record.members]
     return record.successor(members=members, evicted=record.evicted, nonce=secrets.token_hex(8))
 
 
@@ -390,15 +390,15 @@ def with_healed(record: PoolRecord, healed: Collection[str]) -> PoolRecord:
     return record.successor(members=record.members, evicted=evicted, nonce=secrets.token_hex(8))
 
 
-def without_member(
-    record: PoolRecord, device_id: str, state: DeviceState, now_ms: int
+def without_members(
+    record: PoolRecord, leaving: Collection[str], state: DeviceState, now_ms: int
 ) -> PoolRecord:
-    """The next generation, in which one member has left: EVICTED, or HEALED when it was emptied."""
+    """The next generation, in which members have left: EVICTED, or HEALED when emptied."""
     gone = [
-        replace(m, state=state, since_ms=now_ms) for m in record.members if m.device_id == device_id
+        replace(m, state=state, since_ms=now_ms) for m in record.members if m.device_id in leaving
     ]
-    members = [m for m in record.members if m.device_id != device_id]
-    evicted = [m for m in record.evicted if m.device_id != device_id]
+    members = [m for m in record.members if m.device_id not in leaving]
+    evicted = [m for m in record.evicted if m.device_id not in leaving]
     return record.successor(members=members, evicted=[*evicted, *gone], nonce=secrets.token_hex(8))
 
 

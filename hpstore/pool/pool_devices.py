@@ -17,6 +17,7 @@ from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit
 from hpstore.maintenance.survey_condition import survey_condition
 from hpstore.membership import changes
 from hpstore.membership.device_places import filesystem_of, local_path, require_mounted
+from hpstore.membership.failure_domains import members_named
 from hpstore.membership.open_members import belongs, trusted
 from hpstore.objects.context import PATIENCE
 from hpstore.objects.write.stripe_writer import Throttle
@@ -106,24 +107,40 @@ class PoolDevices:
             self._session.refresh()
             return member.device_id
 
-    def evict(self, device: str, *, force: bool = False) -> None:
+    def evict(
+        self, device: str, *, force: bool = False, confirm: Callable[[], None] = lambda: None
+    ) -> None:
         """Take a device out at once; what it holds counts as lost. `rebuild` then heals.
 
         Parameters
         ----------
         device
-            Its URL, its path, or the beginning of its id.
+            Its URL, its path, or the beginning of its id; or `host:b` for all devices of host b,
+            `domain:rack1` for those of a failure domain, which leave in one generation.
         force
             Also where an object could not be read without it, which is refused else.
+        confirm
+            Called by this thread before each membership is stored; it refuses that by raising.
 
         Raises
         ------
         MembershipError
-            None or several are meant, or it was evicted before.
+            None or several are meant, or it was evicted before; an object needs it; or more than
+            parity replaces would be away, by weight. Nothing has changed.
         """
         self._session.require_writable()
-        with self._session.change(), self._session.leaving(device) as member:
-            changes.evict_member(self._store, member, self._session.refresh, force=force)
+        with self._session.change():
+            named = [member.device_id for member in self.named(device)]
+            with self._session.leaving(*named) as members:
+                changes.evict_members(
+                    self._store, members, self._session.refresh, force=force, confirm=confirm
+                )
+
+    def named(self, name: str) -> list[Member]:
+        """The members that a name means: those of `host:b` or `domain:rack1`, else the one that
+        find() finds. Raises MembershipError."""
+        group = members_named(self._store.view.record, self.places, name)
+        return [self.find(name)] if group is None else group
 
     def drain(
         self,
@@ -180,25 +197,33 @@ class PoolDevices:
                 changes.set_state(self._store, member.device_id, DeviceState.DRAINING)
                 self._session.refresh()
 
-    def end_drain(self, device: str, *, rate_bytes_per_second: float | None = None) -> bool:
+    def end_drain(
+        self,
+        device: str,
+        *,
+        rate_bytes_per_second: float | None = None,
+        confirm: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Move what is left on a draining device, then evict it; blocks until that is done.
 
         False, and nothing is done, when it drains no longer: somebody has readmitted it. Raises
-        MembershipError as `drain` does, the device draining still.
+        MembershipError as `drain` does, the device draining still. `confirm` as evict() has it.
         """
         self._session.require_writable()
         throttle = RateLimit(rate_bytes_per_second, self._store.clock)
-        return self._end_drain(device, throttle) is not None
+        return self._end_drain(device, throttle, confirm) is not None
 
-    def _end_drain(self, device: str, throttle: Throttle) -> int | None:
+    def _end_drain(
+        self, device: str, throttle: Throttle, confirm: Callable[[], None] = lambda: None
+    ) -> int | None:
         """Evict a device once the rest of it has been moved; how many objects that were, or None
         when it drains no longer."""
         with self._session.change():
             if self._session.member(device).state is not DeviceState.DRAINING:
                 return None
-            with self._session.leaving(device) as member:
+            with self._session.leaving(device) as (member,):
                 return changes.drain_member(
-                    self._store, member, self._session.refresh, throttle, lambda *_: None
+                    self._store, member, self._session.refresh, throttle, lambda *_: None, confirm
                 )
 
     def readmit(self, device: str, *, reason: str = "") -> changes.Reconciled | None:

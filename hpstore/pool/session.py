@@ -193,24 +193,28 @@ class PoolSession(Closing):
                 save_config(self.config)
 
     @contextmanager
-    def leaving(self, device: str) -> Iterator[Member]:
-        """A member that the block evicts. Its place is then looked at no more, unless another one
-        answers there, such as the disk that replaces it; readmit finds it by its record.
+    def leaving(self, *devices: str) -> Iterator[list[Member]]:
+        """Members that the block evicts. Their places are then looked at no more, unless another
+        device answers there, such as the disk that replaces one; readmit finds them by the record.
         """
-        member = self.member(device)
-        if member.left:
-            raise MembershipError(f"{device} is evicted already")
-        here = self.store.view.devices.get(member.device_id)
-        place = same_form(member.url if here is None else here.url)
-        yield member
+        members = [self.member(device) for device in devices]
+        for device, member in zip(devices, members, strict=True):
+            if member.left:
+                raise MembershipError(f"{device} is evicted already")
+        here = self.store.view.devices
+        places = {same_form(here.get(m.device_id, m).url) for m in members}
+        yield members
         kept = {same_form(other.url) for other in self.store.view.devices.values()}
-        rest = {same_form(known) for known in self.config.devices} - ({place} - kept)
+        rest = {same_form(known) for known in self.config.devices} - (places - kept)
         try:
             if rest:
                 self.set_places(rest)
-        except ConfigError as error:  # it has left all the same
+        except ConfigError as error:  # they have left all the same
             _log.warning(
-                "%s still names %s, which has left the pool: %s", self.config.path, place, error
+                "%s still names %s, which left the pool: %s",
+                self.config.path,
+                ", ".join(sorted(places)),
+                error,
             )
 
     def refresh(self) -> None:

@@ -152,7 +152,7 @@ def test_an_eviction_that_would_lose_an_object_is_seen(
     columns: Iterable[int], leaving: str, answering: int, lost: bool
 ) -> None:
     """Only columns on devices that answer and stay are counted."""
-    found = lost_without(view(answering=answering), layout(NEW, columns), leaving)
+    found = lost_without(view(answering=answering), layout(NEW, columns), {leaving})
     assert found is lost
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hpstore.devices.base import DEBTS, Device
 from hpstore.errors import IntegrityError, TooFewDevices
 from hpstore.format.records import Debt
@@ -11,14 +13,14 @@ _MAX_DEBT_BYTES = 64 << 10
 _MAX_DEBTS = 100_000  # read at most so many from a device
 
 
-def record_debt(store: PoolContext, debt: Debt, *, leaving: str = "") -> None:
+def record_debt(store: PoolContext, debt: Debt, *, leaving: Collection[str] = ()) -> None:
     """Make a debt durable on m + 1 devices. Raises TooFewDevices; then nothing is acknowledged.
 
-    Not on a device that is `leaving`.
+    Not on devices that are `leaving`.
     """
     path, data = f"{DEBTS}/{debt.name}", debt.encode()
     needed = store.view.record.parity + 1
-    staying = [device_id for device_id in store.view.devices if device_id != leaving]
+    staying = [device_id for device_id in store.view.devices if device_id not in leaving]
     results = store.each(
         staying, lambda _, device: device.write_small(path, data), patience=PATIENCE
     )
@@ -32,8 +34,8 @@ def record_debt(store: PoolContext, debt: Debt, *, leaving: str = "") -> None:
         )
 
 
-def keep_debts(store: PoolContext, leaving: str) -> None:
-    """Before a device leaves: every debt is on m + 1 others. What has no debt on any of them is
+def keep_debts(store: PoolContext, leaving: Collection[str]) -> None:
+    """Before devices leave: every debt is on m + 1 others. What has no debt on any of them is
     taken for never acknowledged short (PROTOCOL 7). Raises TooFewDevices."""
     for debt in read_debts(store):
         record_debt(store, debt, leaving=leaving)

@@ -85,9 +85,10 @@ def _no_holds(exchange: Exchange) -> None:
         known = {gone.device_id for gone in store.view.record.evicted}
         leaving = [gone for gone in new.evicted if gone.device_id not in known]
         store.refresh()
-        for gone in leaving:
-            new = members.without_member(
-                store.view.record, gone.device_id, gone.state, gone.since_ms
+        if leaving:
+            gone = {member.device_id for member in leaving}
+            new = members.without_members(
+                store.view.record, gone, leaving[0].state, leaving[0].since_ms
             )
         before(store, new, *rest, **named)
 
