@@ -24,9 +24,16 @@ from hpstore.runtime.clock import Clock
 VALUE_BYTES_MOST = 200
 BUCKETS = 4096
 MEMBERSHIP, REPAIR, AGENT = "membership", "repair", "agent"  # what is held for long
+KEEPER = "keeper"  # the record of the agent that decides; never held
 RECORD = "record"  # the membership itself, in engines that do not lie on the devices
 WAITING = "waiting"  # by who waits for REPAIR, so that a pass of days gives way
-HOLDS = (MEMBERSHIP, REPAIR, AGENT, WAITING)  # their places in the registers: added to at the end
+HOLDS = (
+    MEMBERSHIP,
+    REPAIR,
+    AGENT,
+    WAITING,
+    KEEPER,
+)  # their places in the registers: added to at the end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -106,6 +106,17 @@ class PoolRegisters:
             store.clock.wait(pause)
             pause = min(_POLL_SECONDS[1], 1.5 * pause)
 
+    def update_own(self, name: str, change: Change, *, what: str) -> Register:
+        """As update(), of a record that each place of registers has for itself: it has no mark, and
+        a move does not take it along."""
+        record = self._store.view.record
+        try:
+            return self.engine().update(name, change, what=what)
+        except (RegistersForeign, RegistersUnavailable):
+            if not self._moved(record):
+                raise
+            return self.engine().update(name, change, what=what)
+
     def update_all(self, change: ChangeOf, *, what: str) -> None:
         """Of the engine in use, with the marks as they are: for moves."""
         self.engine().update_all(change, what=what)
