@@ -61,6 +61,8 @@ class AgentSight:
     work: str = ""  # such as "rebuilding 41 %"
     devices: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # rows by device id
     warnings: tuple[str, ...] = ()
+    keeper: str = ""  # who decides for a pool over several hosts, in words
+    hosts: Mapping[str, str] = field(default_factory=dict)  # their states in words, by name
 
     def state_of(self, device: str) -> str:
         """What the agent makes of a device; "" for nothing."""
@@ -84,7 +86,22 @@ def agent_sight(found: Mapping[str, object] | None, pool_id: str, now_ms: int) -
         work=_work(job) if isinstance(job, Mapping) else "",
         devices={str(row.get("device")): row for row in rows},
         warnings=tuple(str(text) for text in items(found, "warnings")),
+        keeper=_keeper(found.get("keeper")),
+        hosts=dict(map(_host, items(found, "hosts"))),
     )
+
+
+def _keeper(found: object) -> str:
+    if not isinstance(found, Mapping) or found.get("alone") is True:
+        return ""
+    return str(found.get("text", ""))
+
+
+def _host(found: object) -> tuple[str, str]:
+    row = found if isinstance(found, Mapping) else {}
+    status = row.get("status")
+    name = status.get("host", "") if isinstance(status, Mapping) else ""
+    return str(name), str(row.get("state", ""))
 
 
 def _work(job: Mapping[str, object]) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
+from hpstore.cli.host_lines import host_lines
 from hpstore.cli.output import StdoutConsole
 from hpstore.cli.pool_verdict import AgentSight, Level, Verdict, judged, number, verdict_of
 from hpstore.devices.remote_opener import S3FS
@@ -51,6 +52,7 @@ def show_status(
     )
     lines = [_figures(status, scrubbed_ms, width)]
     lines += device_lines(status.devices, agent, width, grace_seconds)
+    lines += host_lines(status, agent)
     lines += _warnings(status, agent)
     if memory is not None and memory.datasets:
         count = len(memory.datasets)

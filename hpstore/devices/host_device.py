@@ -66,6 +66,7 @@ class HostDevice:
         self.url = url.rstrip("/")
         self.memory_alignment = 1
         self._links = HostLinks(self.url, place, seconds, secure)
+        self.link = self._links.counters
         self._durable: set[str] = set()  # names that a commit has synced and nobody asked about yet
         self._horizon = b""  # its sector, when it was seen last
         try:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hpstore.devices.horizon_guard import HorizonPassed, RecordReplaced
+from hpstore.devices.link_counters import LinkCounters, counted
 from hpstore.errors import (
     DescriptorsExhausted,
     DeviceDenied,
@@ -85,6 +86,7 @@ class HostLinks:
         self, url: str, place: tuple[str, int, int], seconds: float, secure: Secure | None
     ) -> None:
         self.url, self._seconds, self._secure = url, seconds, secure
+        self.counters = LinkCounters()
         self._host, self._port, self._disk = place
         self._renew()
         _renew_at_fork(self)
@@ -130,6 +132,7 @@ class HostLinks:
         if fresh is not None:
             fresh.close()
 
+    @counted
     def call(
         self,
         operation: str,

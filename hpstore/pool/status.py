@@ -26,6 +26,7 @@ from hpstore.membership.agent_observations import ObservedDevice, observed_devic
 from hpstore.membership.device_places import filesystem_of, sharing_a_disk
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.write.debts import read_debts
+from hpstore.pool.host_status import HostStatus, host_statuses, hosts_tolerated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,8 @@ class PoolStatus:
     degraded: int  # readable, but short of their full stripe
     unreadable: int  # need devices that are missing now
     losses_tolerated: int  # further devices that may be lost: the pool opens, all objects read
+    hosts: tuple[HostStatus, ...] = ()  # none for a pool on one host
+    hosts_tolerated: int = 0  # further hosts that may be lost, whichever they are
     expiring: Mapping[str, int]  # degraded objects that soon go, so are healed last: why, how many
     debts: int
     used_bytes: int  # of capacity_bytes, by whatever lies there
@@ -275,6 +278,7 @@ def pool_status(
     effective = max(0, min(record.data, usable - record.parity))
     found = survey_condition(store, {d.device for d in devices if d.state == "missing"})
     room = [d for d in devices if d.state == "online"]
+    answering = {d.device for d in devices if d.state not in _AWAY}
     capacity, free = filesystem_bytes([d for d in devices if d.total_bytes])
     urls = {device_id: device.url for device_id, device in store.view.devices.items()}
     return PoolStatus(
@@ -294,6 +298,8 @@ def pool_status(
         degraded=found.degraded,
         unreadable=found.unreadable,
         losses_tolerated=found.losses_tolerated,
+        hosts=host_statuses(store, answering, found.losses_tolerated),
+        hosts_tolerated=hosts_tolerated(record, answering, found.losses_tolerated),
         expiring=found.expiring,
         debts=len(read_debts(store)),
         used_bytes=capacity - free,
