@@ -22,10 +22,16 @@ class AgentConfig:
     )
     heal_share_idle: float = setting(0.9, "share of the time that rebuilds take otherwise")
     heal_bytes_per_second: int = setting(0, "a further limit of rebuilds; 0: none")
+    host_wait_seconds: float = setting(
+        900.0, "that a host must be away before what it held is rebuilt elsewhere"
+    )
     rebalance_spread: float = setting(
         0.1, "difference in fullness above which columns are moved; 0: never"
     )
     smart_hours: float = setting(6.0, "between two reads of the disks' own counters; 0: none")
+    host: str = setting(
+        "", "name of this host in the pool, where addresses do not say which disks are its own"
+    )
     forecast_model: str = setting(
         "", "path of a trained model (JSON); by default the sum of error counters alone"
     )
@@ -40,6 +46,9 @@ class AgentConfig:
     foreground_bytes_per_second: int = setting(
         4 * MIB, "of others; above it the disks are busy", advanced=True
     )
+    keeper_seconds: float = setting(
+        15.0, "that the keeper's record stands still, until another agent takes over", advanced=True
+    )
     smart_timeout_seconds: float = setting(20.0, "for each disk", advanced=True)
     forecast_far: float = setting(
         0.01, "share of healthy drives that may be warned of", advanced=True
@@ -51,7 +60,13 @@ class AgentConfig:
             value = getattr(self, limit.name)
             if limit.name.endswith(("_seconds", "_days", "_hours")) and not 0 <= value < 1e9:
                 raise ConfigError(f"{limit.name} of the agent must be from 0 on and finite")
-        for name in ("tick_seconds", "probe_seconds", "survey_seconds", "smart_timeout_seconds"):
+        for name in (
+            "tick_seconds",
+            "probe_seconds",
+            "survey_seconds",
+            "smart_timeout_seconds",
+            "keeper_seconds",
+        ):
             if not getattr(self, name):
                 raise ConfigError(f"{name} of the agent must be above 0")
         for name in ("heal_share_idle", "heal_share_busy"):

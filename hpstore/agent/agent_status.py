@@ -9,18 +9,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from hpstore.agent.absent_hosts import AbsentHosts
 from hpstore.agent.background_jobs import JobEvent, Jobs, JobSight
+from hpstore.agent.due_work import DueWork
 from hpstore.agent.monitor_watch import HealthWatch
 from hpstore.agent.observer import Observer
 from hpstore.agent.policy_facts import told_by_processes
+from hpstore.agent.pool_keeper import PoolKeeper
 from hpstore.agent.saved_state import AgentState
 from hpstore.agent.smart_watch import DiskSight, worst
+from hpstore.agreement.keeper_election import KeeperSight
 from hpstore.config import private_directory
 from hpstore.format.records import Member, shown_members
 from hpstore.health.detect.device_track import SlowEvidence
 from hpstore.health.policy.states import EXPECTED, Decision
 from hpstore.maintenance.survey_condition import Condition
 from hpstore.membership.agent_observations import STATUS_FILE
+from hpstore.pool.host_status import HostStatus
 from hpstore.pool.pool import Pool
 from hpstore.runtime.text_files import write_atomically
 
@@ -57,6 +62,24 @@ class DeviceView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostView:
+    """A host with what this agent saw of its absence, by the monotonic clock."""
+
+    status: HostStatus
+    away_seconds: float | None  # since it was seen away whole; None: it is there
+    waited_seconds: float  # that are left to it before its devices are evicted
+
+    @property
+    def state(self) -> str:
+        """In a word or some."""
+        if self.away_seconds is None:
+            count = len(self.status.devices) - self.status.answering
+            return f"{count} of its devices away" if count else "online"
+        left = f", waited for {self.waited_seconds:.0f} s more" if self.waited_seconds > 0 else ""
+        return f"away for {self.away_seconds:.0f} s{left}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStatus:
     """A round. `condition` None: no walk has ended yet. Decisions and events: newest first."""
 
@@ -84,11 +107,16 @@ class AgentStatus:
     decisions: tuple[Decision, ...]  # of all processes of this node
     events: tuple[JobEvent, ...]
     orders_done: int
+    keeper: KeeperSight  # who decides for the pool
+    hosts: tuple[HostView, ...]  # none for a pool on one host
+    hosts_tolerated: int  # further hosts that may be lost, as far as is known
     metrics: dict[str, float]  # of the pool in this process
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         body = asdict(self)
+        body["keeper"]["text"] = str(self.keeper)
+        body["hosts"] = [{**asdict(host), "state": host.state} for host in self.hosts]
         if self.condition is not None:
             body["condition"] = {
                 **asdict(self.condition),
@@ -106,7 +134,9 @@ class Looking(Protocol):
     watch: HealthWatch
     jobs: Jobs
     present: frozenset[str]
-    put_off: dict[str, int]
+    due: DueWork
+    keeper: PoolKeeper
+    hosts: AbsentHosts
     orders_problem: str
     dry_run: bool
     ticks: int
@@ -119,6 +149,8 @@ def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
     """Gather it; on the agent's thread, between rounds. `decisions`: newest first."""
     pool, eyes, memory, record = agent.pool, agent.eyes, agent.memory, agent.pool.admin.record
     walked, others = eyes.walked, eyes.foreground
+    known = eyes.known()
+    shown = pool.admin.hosts(agent.present, known.losses_tolerated if known is not None else 0)
     told = told_by_processes(decisions, memory.policy, pool.admin.clock.wall_ms() / 1000)
     return AgentStatus(
         pool=pool.config.name,
@@ -135,14 +167,14 @@ def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
             _device(agent, m, told.get(m.device_id))
             for m in shown_members(record, pool.admin.clock.wall_ms())
         ),
-        condition=eyes.known(),
+        condition=known,
         condition_current=eyes.condition() is not None,
         condition_at_ms=0 if walked is None else walked.at_ms,
         job=agent.jobs.sight(),
         waiting=tuple(
             f"{job.kind} {agent.url(job.device)}".strip() for job in agent.jobs.waiting()
         ),
-        put_off=agent.put_off,
+        put_off=agent.due.put_off,
         scrub_began_ms=memory.scrub_began_ms,
         scrub_ended_ms=memory.scrub_ended_ms,
         foreground_bytes_per_second=others.bytes_per_second if others.known else None,
@@ -150,7 +182,22 @@ def make_status(agent: Looking, decisions: Sequence[Decision]) -> AgentStatus:
         decisions=tuple(decisions[:_SHOWN]),
         events=tuple(reversed(agent.jobs.events()))[:_SHOWN],
         orders_done=memory.orders_done,
+        keeper=agent.keeper.sight(),
+        hosts=_hosts(agent, shown[0]),
+        hosts_tolerated=shown[1],
         metrics=pool.metrics.snapshot(),
+    )
+
+
+def _hosts(agent: Looking, hosts: Sequence[HostStatus]) -> tuple[HostView, ...]:
+    away, left = agent.hosts.seconds_away(), agent.hosts.waited_for()
+    return tuple(
+        HostView(
+            status=host,
+            away_seconds=away.get(host.host),
+            waited_seconds=left.get(host.host, 0.0),
+        )
+        for host in hosts
     )
 
 

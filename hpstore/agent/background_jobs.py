@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -19,6 +20,8 @@ from hpstore.errors import HpstoreError, MembershipError
 from hpstore.format.records import DeviceState, Member
 from hpstore.maintenance.rebalance import RebalanceReport
 from hpstore.maintenance.rebuild import Progress, RebuildReport
+from hpstore.maintenance.scrub_columns import ColumnScrubReport
+from hpstore.membership.failure_domains import DOMAIN
 from hpstore.pool.pool import Pool
 from hpstore.runtime.threads import start_thread
 
@@ -38,10 +41,12 @@ class JobKind(StrEnum):
     REBUILD = "rebuild"
     REBALANCE = "rebalance"
     SCRUB = "scrub"
+    SWEEP = "sweep"
+    REOPEN = "reopen"  # what an eviction has closed that was cut short
 
 
-_RANK = {JobKind.REBUILD: 1, JobKind.REBALANCE: 2, JobKind.SCRUB: 3}
-Report = RebuildReport | RebalanceReport
+_RANK = {JobKind.REBUILD: 1, JobKind.REBALANCE: 2, JobKind.SWEEP: 2, JobKind.SCRUB: 3}
+Report = RebuildReport | RebalanceReport | ColumnScrubReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,7 @@ class BackgroundJob:
     device: str = ""
     reason: str = ""
     include_missing: bool = False  # a rebuild that waits for nobody
+    domain: str = ""  # of HEAL: all devices of this failure domain, which are one host's
 
     @property
     def rank(self) -> int:
@@ -89,7 +95,12 @@ class JobEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How hard jobs may work, asked before each of them, `share` at every step; and who answers."""
+    """How hard jobs may work, asked before each of them, `share` at every step; who answers; and
+    what an agent may do beside those of other hosts.
+
+    `own`: devices of this host, None where a scrub is one of the whole pool. `decides` and
+    `repairs`: as PoolKeeper has them. `confirm()` before a decision, which raises MembershipError.
+    """
 
     share: Callable[[], float]
     heal_bytes_per_second: Callable[[], float | None]
@@ -97,6 +108,12 @@ class Effort:
     answers: Callable[[str], bool]
     returned: Callable[[str], bool]  # whether a device that was away answers again
     spread: float  # of fullness, that a rebalance lets be
+    own: Callable[[], frozenset[str] | None] = lambda: None
+    decides: Callable[[], bool] = lambda: True
+    repairs: Callable[[], bool] = lambda: True
+    confirm: Callable[[], None] = lambda: None
+    closing: Callable[[Member, bool], AbstractContextManager[None]] = lambda *_: nullcontext()
+    reopen: Callable[[], None] = lambda: None
 
 
 class Jobs:
@@ -145,6 +162,11 @@ class Jobs:
                 self._interrupted = True
             self._change.notify_all()
             return True
+
+    def withdraw(self) -> None:
+        """Drop what is queued for the whole pool: another agent decides now."""
+        with self._change:
+            self._queue = [job for job in self._queue if job.kind is JobKind.SCRUB]
 
     @property
     def running(self) -> BackgroundJob | None:
@@ -237,6 +259,7 @@ class Jobs:
     def _run(self, job: BackgroundJob) -> None:
         self._started(job)
         try:
+            self._require_may(job)
             report = self._do(job)
         except (HpstoreError, OSError) as error:
             self.note(f"{self._named(job)} was not done: {error}", ok=False)
@@ -255,13 +278,28 @@ class Jobs:
             return
         self._finished(job, report)
 
+    def _require_may(self, job: BackgroundJob) -> None:
+        """Raise MembershipError for what another agent decides. Each scrubs the disks of its host,
+        and repairs go on while nobody can tell who decides."""
+        own = job.kind is JobKind.SCRUB and self._effort.own() is not None
+        if not own and not (job.kind is JobKind.REBUILD and self._effort.repairs()):
+            self._effort.confirm()
+
     def _do(self, job: BackgroundJob) -> Report | None:
         if job.kind is JobKind.REBUILD:
             return self._rebuild(job)
         if job.kind is JobKind.REBALANCE:
             return self._rebalance()
         if job.kind is JobKind.SCRUB:
-            return self._scrub()
+            own = self._effort.own()
+            return self._scrub() if own is None else self._scrub_columns(own)
+        if job.kind is JobKind.SWEEP:
+            if swept := self._admin.sweep(self._effort.decides):
+                self.note(f"sweep: {swept} files of deleted objects and torn puts removed")
+            return None
+        if job.kind is JobKind.REOPEN:
+            self._effort.reopen()
+            return None
         member = self._admin.record.member(job.device)
         if job.kind is JobKind.READMIT:
             found = self._pool.readmit(job.device, reason=job.reason)
@@ -294,11 +332,16 @@ class Jobs:
         Return False if an object cannot do without the device: then it is not evicted, what can be
         rebuilt is rebuilt, and the eviction is tried again. A device that is back by now is kept.
         """
+        record = self._admin.record
+        host = [m for m in record.members if job.domain and m.domain == job.domain]
+        whole = bool(host) and not any(self._effort.answers(m.device_id) for m in host)
         try:
             if self._effort.returned(job.device):
                 self.note(f"{self._named(job)}: called off, the device is back")
             elif not self._effort.answers(job.device):
-                self._pool.evict(job.device)
+                name = f"{DOMAIN}{job.domain}" if whole else job.device
+                with self._effort.closing(member, whole):
+                    self._admin.devices.evict(name, confirm=self._effort.confirm)
                 self.note(f"{self._named(job)}: evicted, to be made up for")
             elif member.state is DeviceState.ONLINE:
                 self._admin.devices.begin_drain(job.device)
@@ -310,14 +353,22 @@ class Jobs:
 
     def _evict_drained(self, job: BackgroundJob) -> None:
         done = self._admin.devices.end_drain(
-            job.device, rate_bytes_per_second=self._effort.heal_bytes_per_second()
+            job.device,
+            rate_bytes_per_second=self._effort.heal_bytes_per_second(),
+            confirm=self._effort.confirm,
         )
         self.note(f"{self._named(job)} {'is done' if done else 'is called off'}")
 
     def _rebuild(self, job: BackgroundJob) -> RebuildReport:
-        pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)
+        pace = self._fresh_pace(
+            self._effort.heal_bytes_per_second(), gives_way=True, may=self._effort.repairs
+        )
         report = self._admin.rebuild(
-            progress=self._step, include_missing=job.include_missing, pace=pace, gives_way=True
+            progress=self._step,
+            include_missing=job.include_missing,
+            pace=pace,
+            gives_way=True,
+            may_sweep=self._effort.decides,
         )
         self._note_speed(report)
         if report.columns_written or report.unreadable or report.failed or report.stuck:
@@ -350,7 +401,9 @@ class Jobs:
             _log.warning("the speed of a rebuild is not kept: %s", error)
 
     def _rebalance(self) -> RebalanceReport:
-        pace = self._fresh_pace(self._effort.heal_bytes_per_second(), gives_way=True)
+        pace = self._fresh_pace(
+            self._effort.heal_bytes_per_second(), gives_way=True, may=self._effort.decides
+        )
         report = self._admin.rebalance(
             spread=self._effort.spread, progress=self._step, pace=pace, gives_way=True
         )
@@ -375,11 +428,30 @@ class Jobs:
             )
         return report
 
-    def _fresh_pace(self, bytes_per_second: float | None, *, gives_way: bool = False) -> SharedPace:
-        """`gives_way`: the work stops while another process waits for its turn."""
+    def _scrub_columns(self, own: frozenset[str]) -> ColumnScrubReport:
+        pace = self._fresh_pace(self._effort.scrub_bytes_per_second())
+        report = self._admin.scrub_columns(own, progress=self._step, pace=pace)
+        if not report.clean and not report.stopped:
+            self.note(
+                f"scrub of {len(own)} devices of this host: {report.damaged_columns} damaged "
+                f"columns found, {report.repaired} objects repaired, {len(report.failed)} failed",
+                ok=not report.failed,
+            )
+        return report
+
+    def _fresh_pace(
+        self,
+        bytes_per_second: float | None,
+        *,
+        gives_way: bool = False,
+        may: Callable[[], bool] = lambda: True,
+    ) -> SharedPace:
+        """`gives_way`: the work stops while another process waits for its turn. `may`: whether it
+        still is this agent's."""
 
         def stop() -> bool:
-            return self._closed or self._interrupted or (gives_way and self._wanted())
+            ended = self._closed or self._interrupted or not may()
+            return ended or (gives_way and self._wanted())
 
         pace = SharedPace(
             self._admin.clock, self._effort.share, stop=stop, bytes_per_second=bytes_per_second
@@ -408,4 +480,5 @@ class Jobs:
         record = self._admin.record
         known = {m.device_id: m.url for m in (*record.members, *record.evicted)}
         reason = f" ({job.reason})" if job.reason else ""
-        return f"{job.kind} of {known.get(job.device, job.device)}{reason}"
+        what = f"{DOMAIN}{job.domain}" if job.domain else known.get(job.device, job.device)
+        return f"{job.kind} of {what}{reason}"

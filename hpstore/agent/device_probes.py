@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -71,6 +72,7 @@ class Presence:
     """Members that answer, and devices that are back at places where none is open. One thread.
 
     `every_seconds` between two probes of a device; one that is silent is asked at each look.
+    `scope`: the devices that this agent looks after; None for all.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class Presence:
         every_seconds: float,
         deadline_seconds: float,
         patience_seconds: float = 1.0,
+        scope: Callable[[], frozenset[str] | None] = lambda: None,
     ) -> None:
+        self._scope = scope
         self._admin, self._every, self._deadline = admin, every_seconds, deadline_seconds
         self._patience = patience_seconds
         self._devices: dict[str, _Question[ProbeAnswer]] = {}
@@ -132,8 +136,9 @@ class Presence:
         return max(answers, default=0)
 
     def _ask_devices(self, now_seconds: float) -> None:
-        places = self._admin.devices.places
-        self._devices = {d: self._devices.get(d, _Question()) for d in places}
+        places, scope = self._admin.devices.places, self._scope()
+        wanted = [d for d in places if scope is None or d in scope]
+        self._devices = {d: self._devices.get(d, _Question()) for d in wanted}
         due = {
             d
             for d, question in self._devices.items()

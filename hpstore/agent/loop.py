@@ -14,37 +14,41 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from hpstore.agent.absent_hosts import AbsentHosts
 from hpstore.agent.agent_config import AgentConfig
 from hpstore.agent.agent_status import AgentStatus, make_status, publish, withdraw
-from hpstore.agent.background_jobs import BackgroundJob, Effort, JobKind, Jobs, Report
+from hpstore.agent.background_jobs import BackgroundJob, Effort, JobKind, Jobs
 from hpstore.agent.background_rate import scrub_rate
 from hpstore.agent.disk_load import Foreground
+from hpstore.agent.due_work import DueWork
 from hpstore.agent.monitor_watch import HealthWatch, MonitorWatch
-from hpstore.agent.observer import Observer, WalkShape
-from hpstore.agent.operator_requests import read_orders
+from hpstore.agent.observer import Observer
+from hpstore.agent.operator_requests import OperatorRequest, read_orders
+from hpstore.agent.own_devices import OwnDevices
 from hpstore.agent.policy_facts import Sighting, pool_facts, reports_in
+from hpstore.agent.pool_keeper import PoolKeeper
 from hpstore.agent.saved_state import load_memory, save_memory
 from hpstore.agent.smart_watch import DiskWatch, worst
 from hpstore.agreement.registers import AGENT, HeldRegister, NothingToKeep
 from hpstore.config import private_directory
 from hpstore.errors import DeviceDenied, HpstoreError, MembershipError
-from hpstore.format.records import DeviceState
 from hpstore.health.decision_log import history_path
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.forecast.forecast_model import load_model
 from hpstore.health.forecast.forecaster import FailureForecaster
 from hpstore.health.history import History
+from hpstore.health.policy.device_history import fresh_absences
 from hpstore.health.policy.health_policy import decide
 from hpstore.health.policy.operator_commands import command
 from hpstore.health.policy.states import Action, ActionKind, Decision, PolicyOutcome, PoolFacts
-from hpstore.maintenance.rebalance import RebalanceReport
-from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.locks import file_lock
+from hpstore.membership.failure_domains import host_domains, over_several_hosts
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 
 _log = logging.getLogger(__name__)
 _HOLD_SECONDS = 1.0
-_DAY_MS = 86_400_000
+_LOCK = "agent.lock"  # in the run directory
 _FOLLOW_SECONDS = 2.0  # between two looks at what others made of the membership
 _READ = 200  # decisions of other processes
 
@@ -94,6 +98,14 @@ class Agent(Closing):
             self.history = History(path, pool.metrics, read_only=self.dry_run)
             stack.callback(self.history.close)
             self._stack = stack.pop_all()
+        self.keeper = PoolKeeper(
+            self._admin,
+            host=config.host,
+            dry_run=self.dry_run,
+            ttl_seconds=config.keeper_seconds,
+        )
+        self.hosts = AbsentHosts(config.host_wait_seconds, max(60.0, 4 * config.tick_seconds))
+        self._own, self._decided = OwnDevices(config.host), True
         self.watch = watch or MonitorWatch(self._admin.health)
         self.eyes = Observer(
             pool,
@@ -102,24 +114,15 @@ class Agent(Closing):
             foreground or Foreground(),
             lambda text: self.jobs.note(text, ok=False),
             threads=threads,
+            scope=lambda: None if self._decided else self._own_devices(),
         )
-        self._lock = threading.Lock()  # guards what jobs tell: down to `present`
-        self.put_off: dict[str, int] = {}  # why -> objects, of the last rebuild
-        self._put_off_until_ms = 0
-        self._reconciled: set[str] = set()
-        self._rebuild_saw: frozenset[str] = frozenset()  # who answered when it began
-        self._rebuilt_shape: WalkShape | None = None  # of the pool when one had ended
-        self._fruitless: int | None = None  # what it could do nothing about, as Condition has it
-        self._rebuild_todo: int | None = None  # what there was to be done when one began
-        self._rebuilt_seconds = -1e18
-        self._evened_seconds, self._evened_columns = -1e18, 0  # of the last rebalance
-        self._evened_shape: WalkShape | None = None
-        self._scrubbed_ms = 0
-        self._scrub_failed_seconds = -1e18
         self.present: frozenset[str] = frozenset()
         self.orders_problem = ""  # why orders cannot be read
         self.ticks, self.began_ms = 0, self._clock.wall_ms()
-        self.jobs = Jobs(pool, self._effort(), started=self._started, finished=self._finished)
+        self.due = DueWork(self, self._admin, self._save)
+        self.jobs: Jobs = Jobs(
+            pool, self._effort(), started=self.due.started, finished=self.due.finished
+        )
         if threads:
             self.jobs.start()
 
@@ -143,7 +146,28 @@ class Agent(Closing):
             heal_bytes_per_second=lambda: float(config.heal_bytes_per_second) or None,
             scrub_bytes_per_second=self._scrub_rate,
             spread=config.rebalance_spread or 1.0,
+            own=lambda: self._own_devices() if self.keeper.shared else None,
+            decides=lambda: self.keeper.decides,
+            repairs=lambda: self.keeper.repairs,
+            confirm=self.keeper.confirm,
+            closing=lambda member, whole: self.keeper.closing(member, whole_host=whole),
+            reopen=self._reopen,
         )
+
+    def _own_devices(self) -> frozenset[str]:
+        """Open devices that this agent observes and scrubs: those of its host; for the keeper also
+        those that are on no host."""
+        places = self._admin.devices.places
+        own = self._own.among(places, self._admin.record)
+        return own | self._own.stores(places) if self._decided else own
+
+    def _reopen(self) -> None:
+        """Open what an eviction has closed that was cut short, here or by the keeper before. Called
+        by the thread of jobs, which makes evictions."""
+        for member in self.keeper.cut_short():
+            self.jobs.note(f"{member.url}: its eviction was cut short, it takes columns again")
+            self.pool.readmit(member.device_id, reason="its eviction was cut short")
+        self.keeper.forget_closed()
 
     def _make_disks(self) -> DiskWatch:
         config = self.config
@@ -184,17 +208,23 @@ class Agent(Closing):
         while left > 0 and not stop.wait(min(_FOLLOW_SECONDS, left)):
             left -= _FOLLOW_SECONDS
             try:
+                self.keeper.renew()
                 if self.eyes.moved(self._clock.monotonic()):
                     return
             except Exception:  # noqa: BLE001 (the round that follows says what is wrong)
                 return
 
     def _take_hold(self, stack: ExitStack) -> HeldRegister:
-        """One agent looks after a pool; a dry run changes nothing, and needs not be the one."""
+        """One agent looks after a pool, over several hosts one on each: it has their run directory.
+        A dry run changes nothing, and needs not be the one."""
         if self.dry_run:
             return NothingToKeep()
         private_directory(self.run_directory)
         what = f"agent of pool {self.pool.config.name!r}"
+        if over_several_hosts(self._admin.record):
+            lock = file_lock(self.run_directory, _LOCK, self._clock, _HOLD_SECONDS, what)
+            stack.enter_context(lock)
+            return NothingToKeep()
         return stack.enter_context(
             self._admin.registers.hold(AGENT, what, deadline_seconds=_HOLD_SECONDS)
         )
@@ -204,11 +234,44 @@ class Agent(Closing):
         the devices that this one holds have been replaced one by one while it was stopped."""
         self._held.keep()
         now, at = self._clock.monotonic(), self._clock.wall_ms() / 1000
+        decides = self._take_turn()  # first: it says which devices are looked at
         self.eyes.look(now)
         facts = pool_facts(self._sighting(at), self.config.policy)
         self.present = frozenset(d for d, fact in facts.devices.items() if fact.present)
-        with self._lock:
-            self._reconciled &= self.present
+        self.due.reconciled(self.present)
+        if decides:
+            self.hosts.look(now, host_domains(self._admin.record), self.present)
+            self._decide(pool_facts(self._sighting(at), self.config.policy), at)
+        else:
+            self._pass_on_orders()
+        if not self.dry_run:
+            self.due.look(now)
+        self.ticks += 1
+        status = make_status(self, self._decisions(_READ))
+        if not self.dry_run:
+            publish(self.run_directory, status)
+        return status
+
+    def _take_turn(self) -> bool:
+        """Whether this agent decides in this round; what it knew of absences counts no more when it
+        did not decide in the last one."""
+        decides = self.keeper.look()
+        if decides and not self._decided:
+            self.hosts.forget()
+            policy = fresh_absences(self.memory.policy, self._clock.wall_ms() / 1000)
+            self.memory = replace(self.memory, policy=policy)
+            self.jobs.note(f"this agent decides for the pool now: {self.keeper.sight()}")
+        elif self._decided and not decides:
+            self.jobs.withdraw()
+            self.jobs.note(f"another agent decides for the pool: {self.keeper.sight()}")
+        self._decided = decides
+        running = self.jobs.running
+        if decides and self.keeper.left_closed and (running is None or not running.device):
+            self.jobs.submit(BackgroundJob(kind=JobKind.REOPEN, reason="an eviction was cut short"))
+        return decides
+
+    def _decide(self, facts: PoolFacts, at: float) -> None:
+        """What the policy and operators want; remembered before it is done."""
         outcomes = self._obey(facts, at)
         if outcomes:  # what was said before an order counts no more
             facts = pool_facts(self._sighting(at), self.config.policy)
@@ -218,33 +281,36 @@ class Agent(Closing):
         for outcome in outcomes:
             for action in outcome.actions:
                 self._act(action)
-        if not self.dry_run:
-            self._look_for_work(now)
-        self.ticks += 1
-        status = make_status(self, self._decisions(_READ))
-        if not self.dry_run:
-            publish(self.run_directory, status)
-        return status
+
+    def _pass_on_orders(self) -> None:
+        """Refuse new orders of operators: the keeper obeys those of its own host."""
+        for order in self._new_orders():
+            self.memory = replace(self.memory, orders_done=order.number)
+            try:
+                self.keeper.require_keeper(order.word)
+            except MembershipError as error:
+                self.jobs.note(f"order {order.number}, {order.word}: refused: {error}", ok=False)
+            self._save()
 
     def finish_jobs(self) -> None:
         """Work off what is queued, on this thread. For agents without threads."""
         self.jobs.run_all()
 
     def _sighting(self, at: float) -> Sighting:
-        with self._lock:
-            reconciled = frozenset(self._reconciled)
         return Sighting(
             record=self._admin.record,
             open=self._admin.devices.places.keys(),
             seen=self.eyes.seen(),
             back=self.eyes.presence.back,
             denied=self.eyes.presence.denied,
-            reconciled=reconciled,
+            reconciled=self.due.reconciled(),
             condition=self.eyes.condition(),
             outlooks={d: worst(sights) for d, sights in self.eyes.disks.items()},
             watched=self.watch.devices(),
             reports=reports_in(self._decisions(_READ), self.memory.policy, at),
             busy=self.jobs.busy(),
+            waited_for=self.hosts.devices_waited_for(),
+            gone=frozenset().union(*self.hosts.gone().values()),
         )
 
     def _decisions(self, count: int) -> list[Decision]:
@@ -254,15 +320,8 @@ class Agent(Closing):
 
     def _obey(self, facts: PoolFacts, at: float) -> list[PolicyOutcome]:
         """Take new orders of operators; a refused one is reported."""
-        try:
-            orders, self.orders_problem = read_orders(self._directory), ""
-        except (HpstoreError, OSError) as error:
-            self.orders_problem = f"orders cannot be read: {error}"
-            return []
         done = []
-        for order in orders:
-            if order.number <= self.memory.orders_done:
-                continue
+        for order in self._new_orders():
             policy = self.memory.policy
             self.memory = replace(self.memory, orders_done=order.number)
             try:
@@ -274,6 +333,14 @@ class Agent(Closing):
             self._remember(outcome)
             done.append(outcome)
         return done
+
+    def _new_orders(self) -> list[OperatorRequest]:
+        try:
+            orders, self.orders_problem = read_orders(self._directory), ""
+        except (HpstoreError, OSError) as error:
+            self.orders_problem = f"orders cannot be read: {error}"
+            return []
+        return [order for order in orders if order.number > self.memory.orders_done]
 
     def _remember(self, outcome: PolicyOutcome) -> None:
         """Make the state durable before it is acted on; write the decisions down."""
@@ -316,8 +383,7 @@ class Agent(Closing):
         elif action.kind is ActionKind.HEAL and self._admin.record.member(action.device) is None:
             self.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason=f"{where} has left"))
         elif action.kind in _JOBS:
-            kind = _JOBS[action.kind]
-            self.jobs.submit(BackgroundJob(kind=kind, device=action.device, reason=action.reason))
+            self.jobs.submit(self._job(action))
         elif action.kind is ActionKind.RECONCILE:
             # a member never left: its old versions lose to newer ones and deletes wait for it; a
             # rebuild drops what is superseded and brings what it missed
@@ -329,111 +395,13 @@ class Agent(Closing):
         elif action.kind in (ActionKind.WARN, ActionKind.ALARM):
             self.jobs.note(f"{action.kind}: {where}: {action.reason}", ok=False)
 
-    def _look_for_work(self, now: float) -> None:
-        """Rebuild what can be completed or widened; scrub when it is time."""
-        condition, shape = self.eyes.condition(), self.eyes.shape()
-        with self._lock:
-            waited, before = now - self._rebuilt_seconds, self._rebuilt_shape
-            fruitless, until_ms = self._fruitless, self._put_off_until_ms
-        if condition is not None and (condition.todo or self._unmarked()):
-            config = self.config
-            same = fruitless == condition.todo_identity
-            patience = config.again_seconds if same else config.survey_seconds
-            over = 0 < until_ms < self._clock.wall_ms()  # what was put off was not deleted
-            if shape != before or waited >= patience or over:
-                reason = (
-                    f"{condition.todo} objects are not as they should be"
-                    if condition.todo
-                    else "no rebuild has confirmed yet that evicted devices are made up for"
-                )
-                self.jobs.submit(BackgroundJob(kind=JobKind.REBUILD, reason=reason))
-        if condition is not None and not condition.todo:
-            with self._lock:  # what was put off has been deleted
-                self.put_off, self._put_off_until_ms = {}, 0
-            if self.config.rebalance_spread:
-                self._look_at_fullness(now, shape)
-        if self.config.scrub_days:
-            self._look_for_scrub(now)
-
-    def _unmarked(self) -> bool:
-        """Whether evicted devices count as lost although a rebuild could confirm that their columns
-        are rebuilt: it does so only when all members answer."""
-        record = self._admin.record
-        there = all(member.device_id in self.present for member in record.members)
-        return there and bool(record.unhealed())
-
-    def _look_at_fullness(self, now: float, shape: WalkShape) -> None:
-        """Even out how full devices are, once every object is whole and every member is there."""
-        seen, record = self.eyes.seen(), self._admin.record
-        calm = all(
-            m.state is DeviceState.ONLINE and m.device_id in self.present for m in record.members
-        )
-        shares = [
-            1 - s.free_bytes / s.total_bytes
-            for s in seen.values()
-            if s.total_bytes and not s.read_only
-        ]
-        spread = max(shares, default=0.0) - min(shares, default=0.0)
-        if not calm or spread <= self.config.rebalance_spread:
-            return
-        with self._lock:
-            before, moved = self._evened_shape, self._evened_columns
-            waited = now - self._evened_seconds
-        patience = self.config.survey_seconds if moved else self.config.again_seconds
-        if shape != before or waited >= patience:
-            reason = f"the fullest device is {max(shares):.0%} full, the emptiest {min(shares):.0%}"
-            self.jobs.submit(BackgroundJob(kind=JobKind.REBALANCE, reason=reason))
-
-    def _look_for_scrub(self, now: float) -> None:
-        began, wall = self.memory.scrub_began_ms, self._clock.wall_ms()
-        seen, running = self.eyes.scrub_ended_ms, self.jobs.running
-        scrubs = running is not None and running.kind is JobKind.SCRUB
-        with self._lock:
-            ended = max(self._scrubbed_ms, self.memory.scrub_ended_ms)
-            if ended < seen <= wall and not scrubs:  # of another process: it counts
-                began, ended = max(began, seen), seen
-            rested = now - self._scrub_failed_seconds >= self.config.survey_seconds
-            if max(began, ended) > wall:  # by a clock that was ahead
-                began = ended = self._scrubbed_ms = 0
-        if ended < began or wall - began >= self.config.scrub_days * _DAY_MS:
-            if rested and not scrubs:
-                self.jobs.submit(BackgroundJob(kind=JobKind.SCRUB, reason="it is time"))
-            began = began if ended < began else wall
-        self.memory = replace(self.memory, scrub_began_ms=began, scrub_ended_ms=ended)
-        self._save()
-
-    def _started(self, job: BackgroundJob) -> None:
-        """Called by the thread of jobs."""
-        condition = self.eyes.condition()
-        with self._lock:
-            if job.kind is JobKind.REBUILD:
-                self._rebuild_saw = self.present
-                self._rebuild_todo = None if condition is None else condition.todo_identity
-
-    def _finished(self, job: BackgroundJob, report: Report | None) -> None:
-        """Called by the thread of jobs."""
-        shape = self.eyes.shape()
-        with self._lock:
-            if job.kind is JobKind.READMIT and self._admin.record.member(job.device) is not None:
-                self._reconciled.add(job.device)
-            elif job.kind is JobKind.REBUILD:
-                self._rebuilt_seconds, self._rebuilt_shape = self._clock.monotonic(), shape
-                if isinstance(report, RebuildReport):
-                    self._reconciled |= self._rebuild_saw
-                    self.put_off, self._put_off_until_ms = report.put_off, report.put_off_until_ms
-                written = isinstance(report, RebuildReport) and report.columns_written
-                # what has come since it began, it has not looked at
-                self._fruitless = None if written else self._rebuild_todo
-            elif job.kind is JobKind.REBALANCE:
-                self._evened_seconds, self._evened_shape = self._clock.monotonic(), shape
-                moved = isinstance(report, RebalanceReport) and report.columns_moved
-                self._evened_columns = moved or 0
-            elif job.kind is JobKind.SCRUB and report is not None:
-                self._scrubbed_ms = self._clock.wall_ms()
-            elif job.kind is JobKind.SCRUB:  # somebody else scrubs or rebuilds
-                self._scrub_failed_seconds = self._clock.monotonic()
-        if job.kind is not JobKind.SCRUB:
-            self.eyes.disturb()
+    def _job(self, action: Action) -> BackgroundJob:
+        """What an action asks for; devices of a host that is gone are healed as one."""
+        kind, device, domain = _JOBS[action.kind], action.device, ""
+        for host, devices in self.hosts.gone().items():
+            if kind is JobKind.HEAL and device in devices:
+                device, domain = min(devices), host
+        return BackgroundJob(kind=kind, device=device, reason=action.reason, domain=domain)
 
     def _returned(self, device: str) -> bool:
         """Whether it was away, and answers again. Called by the thread of jobs."""
@@ -462,6 +430,7 @@ class Agent(Closing):
             return
         self._closed = True
         self.jobs.close()
+        self.keeper.close()
         self.watch.close()
         if not self.dry_run:
             withdraw(self.run_directory)

@@ -39,7 +39,8 @@ class Observer:
     """Presence, condition of the objects, counters of disks, foreground. Of the agent's thread, but
     for `disturb`.
 
-    `tell(text)` hears what went wrong.
+    `tell(text)` hears what went wrong. `scope`: the devices of this host, where another agent looks
+    after the whole pool; then they are probed, and no keys are walked.
     """
 
     def __init__(
@@ -51,7 +52,9 @@ class Observer:
         tell: Callable[[str], None],
         *,
         threads: bool,
+        scope: Callable[[], frozenset[str] | None] = lambda: None,
     ) -> None:
+        self._scope = scope
         self._pool, self._config, self._disks, self._tell = pool, config, disks, tell
         self._admin = pool.admin
         self.foreground = foreground
@@ -59,6 +62,7 @@ class Observer:
             pool.admin,
             every_seconds=config.probe_seconds,
             deadline_seconds=pool.config.settings.device_deadline_seconds,
+            scope=scope,
         )
         self._inline = not threads
         self._walk: CallSlot[Condition] = CallSlot("walk", threads=threads)
@@ -152,7 +156,7 @@ class Observer:
         with self._lock:
             changed = self._disturbed or shape != self._walking
         due = changed or now_seconds - self._walk_seconds >= self._config.survey_seconds
-        if not (due and self._walk.free):
+        if not (due and self._walk.free) or self._scope() is not None:
             return
         with self._lock:
             self._disturbed = False

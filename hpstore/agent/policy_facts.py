@@ -20,6 +20,7 @@ from hpstore.health.policy.states import (
     Role,
 )
 from hpstore.maintenance.survey_condition import Condition
+from hpstore.membership.failure_domains import over_several_hosts
 
 REPORT = "report: "  # how the reason of a process' report to the agent begins
 _REPORT_SECONDS = 900.0  # a process repeats it each 600
@@ -40,6 +41,8 @@ class Sighting:
     watched: Mapping[str, WatchedDevice]
     reports: Mapping[str, str]
     busy: str
+    waited_for: Collection[str] = ()  # devices of hosts that are away, and may come back
+    gone: Collection[str] = ()  # those of hosts that were waited for long enough
 
 
 def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
@@ -53,7 +56,20 @@ def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
         losses_tolerated=None if condition is None else condition.spare,
         busy=sighting.busy,
         spare_capacity=_spare_capacity(sighting),
+        spread=record.spread,
+        too_much_away=_too_much_away(sighting),
     )
+
+
+def _too_much_away(sighting: Sighting) -> str:
+    """Why nothing is evicted from a pool over several hosts: what is away weighs more than parity,
+    which is the network more often than the disks (PROTOCOL 17)."""
+    record = sighting.record
+    away = record.unhealed().union(m.device_id for m in record.members if not answers(sighting, m))
+    found = record.weight(away)
+    if found <= record.parity or not over_several_hosts(record):
+        return ""
+    return f"as much as {found} columns of an object are away, and parity replaces {record.parity}"
 
 
 def answers(sighting: Sighting, member: Member) -> bool:
@@ -91,6 +107,8 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
         and member.state is DeviceState.DRAINING,
         evictable=condition is not None and device not in condition.needed,
         reconciled=device in sighting.reconciled,
+        waited_for=device in sighting.waited_for,
+        host_gone=device in sighting.gone,
     )
 
 

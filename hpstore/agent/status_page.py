@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from html import escape
 
 from hpstore.agent.agent_status import LOOKING_AGAIN, AgentStatus, DeviceView
+from hpstore.agent.host_rows import HOSTS_HEAD, host_rows, hosts_in_words, keeper_in_words
 from hpstore.agent.verdict_page import HEAD, NOTE, STYLE, verdict_rows
 from hpstore.units import format_bytes, format_seconds
 
@@ -43,8 +44,9 @@ def render(status: AgentStatus, *, refresh_seconds: int = 5) -> str:
         "<meta name=viewport content='width=device-width'>",
         f"<title>{escape(title)}</title><style>{_STYLE}{STYLE}</style></head><body>",
         f"<h1>Pool {escape(title)}{' (dry run)' if status.dry_run else ''}</h1>",
-        f"<p>{_summary(status)}</p>",
+        f"<p>{_summary(status)}{escape(keeper_in_words(status))}</p>",
         *(f"<div class=warn>{escape(text)}</div>" for text in status.warnings),
+        *([f"<h2>Hosts</h2>{_table(HOSTS_HEAD, host_rows(status))}"] if status.hosts else []),
         "<h2>Devices</h2>",
         _devices(status),
         "<h2>Verdicts</h2>",
@@ -88,7 +90,7 @@ def _summary(status: AgentStatus) -> str:
         return "Objects have not been looked at yet."
     return (
         f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable now. "
-        f"{found.losses_tolerated} more devices may be lost. "
+        f"{found.losses_tolerated} more devices may be lost{hosts_in_words(status)}. "
         f"{'' if status.condition_current else escape(LOOKING_AGAIN)}"
     ).strip()
 

@@ -242,8 +242,11 @@ def rebuild_all(
     include_missing: bool = False,
     everything: bool = False,
     pace: WorkPace | None = None,
+    may_sweep: Callable[[], bool] = lambda: True,
 ) -> RebuildReport:
     """Bring every object to its full stripe on the current membership. Resumable by running again.
+
+    `may_sweep` is asked at its end: whether what is past its time goes, too.
 
     What its owner soon deletes comes last, or is put off (deferred_repair.py) unless `everything`
     is wanted. With a `pace` the rate is not looked at. An object that cannot be read is reported
@@ -271,7 +274,7 @@ def rebuild_all(
         if progress is not None:
             progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
     pay_debts(store)
-    tally.swept = sweep_surveyed(store, catalog.surveys)
+    tally.swept = sweep_surveyed(store, catalog.surveys) if may_sweep() else 0
     deleted = sum(is_deleted(store.view, catalog.surveys[key]) for key in whole)
     tally.deletes += deleted
     tally.objects += len(whole) - deleted

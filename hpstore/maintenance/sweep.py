@@ -8,12 +8,13 @@ and no repair that began before can bring back what it stood for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from hpstore.errors import HpstoreError
 from hpstore.format.keys import Kind
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.horizon import raise_horizons
+from hpstore.objects.key_listing import walk
 from hpstore.objects.survey import (
     ColumnFile,
     Layout,
@@ -73,6 +74,18 @@ def torn_layouts(view: View, survey: Survey, before: int) -> list[Layout]:
 def young_counter(store: PoolContext) -> int:
     """The first counter that is too young to be swept: puts that are under way are left alone."""
     return store.clock.wall_ms() - int(store.settings.tombstone_seconds * 1000)
+
+
+def sweep_all(store: PoolContext, go_on: Callable[[], bool]) -> int:
+    """Sweep the whole pool, a batch of keys at a time while `go_on`; how many files went."""
+    surveys, before, swept = walk(store).surveys, young_counter(store), 0
+    keys = sorted(
+        key for key, survey in surveys.items() if may_be_swept(store.view, survey, before)
+    )
+    while keys and go_on():
+        swept += sweep_keys(store, keys[:BATCH_KEYS])
+        keys = keys[BATCH_KEYS:]
+    return swept
 
 
 def sweep_surveyed(store: PoolContext, surveys: Mapping[str, Survey]) -> int:

@@ -29,14 +29,16 @@ from hpstore.maintenance.rebuild import (
 )
 from hpstore.maintenance.repair_object import RepairAction, repair_object
 from hpstore.maintenance.scrub import last_scrub_ms, scrub_all
+from hpstore.maintenance.scrub_columns import ColumnScrubReport, scrub_columns
 from hpstore.maintenance.survey_condition import Condition, as_of_now, survey_condition
-from hpstore.maintenance.sweep import sweep_deleted
+from hpstore.maintenance.sweep import sweep_all, sweep_deleted
 from hpstore.membership.members import commit_record, with_healed
 from hpstore.membership.pool_registers import PoolRegisters
 from hpstore.objects.key_listing import live_versions
 from hpstore.objects.object_info import version_token
 from hpstore.objects.write.conditional_put import bar_puts
 from hpstore.objects.write.prewrite_files import prepare_space
+from hpstore.pool.host_status import HostStatus, host_statuses, hosts_tolerated
 from hpstore.pool.pool_devices import PoolDevices
 from hpstore.pool.register_report import (
     RegisterReport,
@@ -172,6 +174,14 @@ class PoolAdmin:
         self._session.require_open()
         return survey_condition(self._store, silent)
 
+    def hosts(
+        self, answering: Collection[str], losses_tolerated: int
+    ) -> tuple[tuple[HostStatus, ...], int]:
+        """The hosts of the pool, and how many more of them may be lost, with these devices
+        answering. Asks no device."""
+        found = host_statuses(self._store, answering, losses_tolerated)
+        return found, hosts_tolerated(self.record, answering, losses_tolerated)
+
     def as_of_now(self, found: Condition, silent: Collection[str]) -> Condition:
         """What is certain of an earlier condition(), with these devices `silent` now."""
         return as_of_now(found, self._store.view, silent)
@@ -241,6 +251,7 @@ class PoolAdmin:
         everything: bool = False,
         pace: WorkPace | None = None,
         gives_way: bool = False,
+        may_sweep: Callable[[], bool] = lambda: True,
     ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
@@ -255,6 +266,8 @@ class PoolAdmin:
             parity is left.
         everything
             Also what retention soon drops, which is put off (docs/health.md).
+        may_sweep
+            Asked at the end: whether tombstones and torn puts past their time go, too.
 
         Raises
         ------
@@ -272,10 +285,39 @@ class PoolAdmin:
                 include_missing=include_missing,
                 everything=everything,
                 pace=pace,
+                may_sweep=may_sweep,
             )
         if report.whole and not self._store.view.missing and unhealed:
             self._mark_healed(unhealed)  # not those that were evicted meanwhile
         return report
+
+    def sweep(self, go_on: Callable[[], bool] = lambda: True) -> int:
+        """Remove tombstones and torn puts that are past their time, a batch of keys at a time while
+        `go_on`; how many files went. Scrubs and rebuilds do so at their ends."""
+        self._session.require_writable()
+        return sweep_all(self._store, go_on)
+
+    def scrub_columns(
+        self,
+        devices: Collection[str],
+        *,
+        progress: ProgressCallback | None = None,
+        pace: WorkPace | None = None,
+    ) -> ColumnScrubReport:
+        """Verify every column on some devices, with no read of any other device; objects of which a
+        column is damaged are repaired over all of them.
+
+        Parameters
+        ----------
+        devices
+            Ids of members; those that are not open are passed over.
+        progress
+            Called by this thread with a Progress for each object.
+        pace
+            How fast, and whether to go on.
+        """
+        self._session.require_writable()
+        return scrub_columns(self._store, devices, progress=progress, pace=pace)
 
     def rebalance(
         self,

@@ -112,6 +112,10 @@ class Agents:
             lambda: f"{what}: {json.dumps(self.status())[-3000:]}\n{self.log.read_text()[-3000:]}",
         )
 
+    def until_within(self, seconds: float, done: Callable[[], bool]) -> None:
+        """As until(), for so long. Raises AssertionError."""
+        poll(seconds, done, lambda: json.dumps(self.status())[-3000:])
+
     def whole(self) -> bool:
         """Whether every object survives two losses."""
         with hpstore.open(self.toml, read_only=True) as pool:

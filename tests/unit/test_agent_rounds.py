@@ -125,7 +125,7 @@ def test_what_came_while_a_rebuild_ran_was_not_looked_at_by_it(tended: Tended) -
     """It wrote nothing, and what was short at its end counted as what it could do nothing about."""
     tended.rounds(700, step=20)
     job = BackgroundJob(kind=JobKind.REBUILD, reason="by hand")
-    tended.agent._started(job)
+    tended.agent.due.started(job)
     nothing = tended.pool.rebuild()
     lose_columns(tended, "a/b", 1)
     tended.agent.eyes.disturb()
@@ -134,7 +134,7 @@ def test_what_came_while_a_rebuild_ran_was_not_looked_at_by_it(tended: Tended) -
     assert condition is not None
     assert condition.todo == 1  # a walk has seen it
     tended.agent.jobs._queue.clear()  # the one that runs is the one that was asked for
-    tended.agent._finished(job, nothing)
+    tended.agent.due.finished(job, nothing)
     tended.rounds(700, step=20)
     assert tended.whole()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 from hpstore.health.policy.guards import DAY_SECONDS, HOUR_SECONDS
-from hpstore.health.policy.states import DeviceFacts, DeviceHealth, PolicyConfig
+from hpstore.health.policy.states import DeviceFacts, DeviceHealth, PolicyConfig, PolicyState
 
 ABSENT = (HealthState.REMOVED, HealthState.EVICTED)
 _MOST_CHANGES = 64  # of a device are remembered
@@ -39,6 +39,21 @@ def observed(
         "score": verdict.score if verdict else 0.0,
     }
     return replace(health, **changes)  # type: ignore[arg-type]
+
+
+def fresh_absences(state: PolicyState, now_seconds: float) -> PolicyState:
+    """What an agent remembers when it decides again after another one did: devices that it had for
+    absent are so from now on, as it has not seen what became of them."""
+
+    def fresh(health: DeviceHealth) -> DeviceHealth:
+        if health.state is not HealthState.REMOVED:
+            return health
+        return replace(
+            health, since_seconds=now_seconds, gone_since_seconds=None, asked_seconds=0.0
+        )
+
+    devices = {device: fresh(health) for device, health in state.devices.items()}
+    return replace(state, devices=devices)
 
 
 def entered(

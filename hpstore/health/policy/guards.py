@@ -5,8 +5,9 @@ Healing what is faulted or gone is never asked here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+from hpstore.format.placement import lost_columns
 from hpstore.format.records import DeviceState
 from hpstore.health.detect.verdicts import HealthState
 from hpstore.health.policy.states import (
@@ -61,10 +62,15 @@ def kept_off(devices: Devices, facts: PoolFacts) -> frozenset[str]:
     )
 
 
+def weight(devices: Collection[str], facts: PoolFacts) -> int:
+    """Most columns of an object that these can hold: by failure domain where `spread` bounds it."""
+    return lost_columns([facts.devices[d].domain or d for d in devices], facts.spread)
+
+
 def may_be_kept_off(devices: Devices, facts: PoolFacts, reserve: int) -> int:
     """How many devices may be spared, so that `reserve` more can be lost. Any stripe may hold any
     devices, so the pool counts as one group."""
-    left = facts.parity - len(lost(devices, facts))
+    left = facts.parity - weight(lost(devices, facts), facts)
     if facts.losses_tolerated is not None:
         left = min(left, facts.losses_tolerated)
     return max(0, left - reserve)

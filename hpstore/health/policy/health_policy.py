@@ -28,6 +28,7 @@ from hpstore.health.policy.guards import (
     silent,
     too_many,
     too_soon,
+    weight,
 )
 from hpstore.health.policy.states import (
     EXPECTED,
@@ -452,14 +453,19 @@ class PolicyTurn:
         back = health.state is HealthState.REMOVED and health.gone_since_seconds is None
         if self.config.role is not Role.AGENT or health.state not in _GONE or back:
             return  # what is back is taken back (_cut_short)
-        known, lost = self.facts.losses_tolerated, silent(self.devices, self.facts)
-        spare = self.facts.parity - len(lost) if known is None else known
+        fact, known = self.facts.devices[device], self.facts.losses_tolerated
+        lost = weight(silent(self.devices, self.facts), self.facts)
+        spare = self.facts.parity - lost if known is None else known
         waited = self.now - health.since_seconds >= self.config.grace_seconds
         if health.state is HealthState.EVICTED:
-            owed = self.facts.devices[device].pool_state is DeviceState.EVICTED
+            owed = fact.pool_state is DeviceState.EVICTED
             if owed and not (health.lapsed and health.here_since_seconds is not None):
                 self.ask(device, ActionKind.HEAL, "it was evicted")
-        elif spare <= 0 or waited:
+        elif fact.waited_for:
+            return  # also while no parity is left: a host that restarts needs no rebuild
+        elif self.facts.too_much_away:
+            self.refuse(device, "it should be evicted", self.facts.too_much_away)
+        elif spare <= 0 or waited or fact.host_gone:
             self.set(device, lapsed=health.gone_since_seconds is not None)
             self.ask(
                 device,

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from hpstore.errors import MembershipError
 from hpstore.health.detect.verdicts import HealthState
-from hpstore.health.policy.guards import kept_off, lost
+from hpstore.health.policy.guards import kept_off, lost, weight
 from hpstore.health.policy.health_policy import PolicyTurn
 from hpstore.health.policy.states import (
     ActionKind,
@@ -93,7 +93,7 @@ def _check(turn: PolicyTurn, device: str, word: Command) -> None:
         )
     off = kept_off(turn.devices, turn.facts) - {device}
     gone, parity = lost(turn.devices, turn.facts), turn.facts.parity
-    spare = parity - len(gone)
+    spare = parity - weight(gone, turn.facts)
     if turn.facts.losses_tolerated is not None:
         spare = min(spare, turn.facts.losses_tolerated)
     if len(off) + 1 > spare:

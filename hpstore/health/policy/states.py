@@ -217,6 +217,8 @@ class DeviceFacts:
     empty: bool = False  # drained: holds no column of any object
     evictable: bool = True  # no object would drop below k', and it holds no last copy
     reconciled: bool = False  # its columns have been judged since it came back
+    waited_for: bool = False  # its whole host is away, and may come back
+    host_gone: bool = False  # its whole host was waited for long enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +231,8 @@ class PoolFacts:
     losses_tolerated: int | None = None  # further ones, by the weakest object; None: not known
     busy: str = ""  # a rebuild, upgrade or maintenance that is running
     spare_capacity: bool = True
+    spread: int | None = None  # most columns of an object in a failure domain
+    too_much_away: str = ""  # why nothing is evicted: more than parity replaces is away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
