@@ -15,6 +15,7 @@ from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import KIB, MIB
 
 SIZES = {"small": 3_000, "large": 900_000, "a/b": 400_001, "c": 700_000}
+SIZES |= {f"many/{n}": 300_000 for n in range(16)}  # some have two columns on any host
 
 
 class HostAgents:

@@ -64,8 +64,8 @@ def test_an_agent_on_one_host_decides_at_once_and_leaves_no_record(tended: Tende
 
 
 def test_a_host_is_waited_for_and_then_leaves_in_one_generation(fleet: HostAgents) -> None:
-    """PROTOCOL 17: 15 minutes, though no parity is left meanwhile; then it is evicted by its name,
-    and every object is whole without it."""
+    """PROTOCOL 17: for 15 minutes only objects without parity are rebuilt; then it is evicted by
+    its name, and every object is whole without it."""
     fleet.start("a", "c")
     fleet.rounds(30.0)
     before = fleet.generation()

@@ -278,6 +278,33 @@ def test_healing_does_not_wait_when_no_parity_is_left_rule_17(known: bool) -> No
     assert why == ["the pool has evicted it: no parity is left"]
 
 
+def test_a_host_is_waited_for_by_what_its_agent_says_and_by_no_clock_rule_17() -> None:
+    """Neither the grace of a device nor a want of parity ends the wait; its end does, at once."""
+    policy = Policy(AGENT, parity=2)
+    policy.fact("d0", present=False, waited_for=True)
+    policy.facts = replace(policy.facts, losses_tolerated=0)
+    policy.round().round(after=15)
+    assert policy.round(after=86_400).asked() == []
+    policy.fact("d0", present=False, waited_for=False, host_gone=True)
+    policy.facts = replace(policy.facts, losses_tolerated=2)
+    assert policy.round(after=1).asked() == [(ActionKind.HEAL, "d0")]
+
+
+def test_nothing_is_evicted_while_too_much_is_away_rule_17() -> None:
+    """Not a host that was waited for, nor a device after its grace; the reason is logged once."""
+    policy = Policy(AGENT, parity=2)
+    policy.fact("d0", present=False, host_gone=True)
+    policy.fact("d1", present=False)
+    policy.facts = replace(policy.facts, too_much_away="4 columns are away")
+    policy.round().round(after=15)
+    assert policy.round(after=3600).asked() == []
+    policy.round(after=3600)
+    assert policy.asked() == []
+    assert sum("4 columns are away" in d.reason for d in policy.decisions) <= 2
+    policy.facts = replace(policy.facts, too_much_away="")
+    assert (ActionKind.HEAL, "d1") in policy.round(after=1).asked()
+
+
 @pytest.mark.parametrize("seen", ["at once", "a round later"])
 def test_an_eviction_that_was_cut_short_is_taken_back_until_that_is_done_rule_17(seen: str) -> None:
     """A device comes back that a kill left closed between the two records of its eviction. It was
