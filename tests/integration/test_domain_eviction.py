@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpstore.config import load_config
+import hpstore
+from hpstore.config import Settings, load_config
 from hpstore.errors import MembershipError
 from hpstore.format.records import DeviceState, Member, PoolRecord
 from hpstore.membership import changes
 from hpstore.membership.failure_domains import members_named
 from hpstore.testing.memory_pool import Harness
+from tests.integration.cli_cases import Cli
 
 KEYS = range(8)
 
@@ -160,6 +162,34 @@ def test_two_evictions_of_hosts_at_once_are_one(
     assert {m.state for m in a.admin.record.members} == {DeviceState.ONLINE}
     a.close()
     b.close()
+
+
+def test_a_host_is_evicted_by_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its disks are named in the JSON; a name of nothing is one line; status shows the hosts."""
+    disks = [tmp_path / f"{name}{n}" for name in "abcd" for n in range(2)]
+    domains = [f"host-{disk.name[0]}" for disk in disks]
+    settings = Settings(run_directory=str(tmp_path / "run"))
+    hpstore.create(
+        disks,
+        data=4,
+        parity=2,
+        config=tmp_path / "pool.toml",
+        domains=domains,
+        settings=settings,
+    ).close()
+    cli = Cli(tmp_path, capsys)
+    shown = cli("status", cli.pool)
+    assert "host-b  2 of 2  2        online  yes" in shown
+    assert "1 more host may be lost" in shown
+    assert cli.json("status", cli.pool)["hosts_tolerated"] == 1
+    found = cli.json("evict", cli.pool, "host:b", "--yes")
+    assert found["name"] == "host:b"
+    assert [(row["url"], row["state"]) for row in found["devices"]] == [
+        (str(disk), "evicted") for disk in disks[2:4]
+    ]
+    assert "has no device of this pool" in cli("evict", cli.pool, "host:b", "--yes", code=33)
 
 
 def test_what_a_name_of_a_host_means() -> None:
