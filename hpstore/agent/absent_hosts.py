@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 class AbsentHosts:
     """Of one pool; one thread.
 
-    `wait_seconds`: that a host must be seen away before its devices are made up for.
+    `wait_seconds`: that a host must be seen away before its devices are evicted.
     `gap_seconds`: of a longer pause between two looks only so much counts.
     """
 

@@ -21,7 +21,7 @@ from hpstore.format.records import DeviceState, Member
 from hpstore.maintenance.rebalance import RebalanceReport
 from hpstore.maintenance.rebuild import Progress, RebuildReport
 from hpstore.maintenance.scrub_columns import ColumnScrubReport
-from hpstore.membership.failure_domains import DOMAIN
+from hpstore.membership.host_names import DOMAIN
 from hpstore.pool.pool import Pool
 from hpstore.runtime.threads import start_thread
 
@@ -280,7 +280,7 @@ class Jobs:
 
     def _require_may(self, job: BackgroundJob) -> None:
         """Raise MembershipError for what another agent decides. Each scrubs the disks of its host,
-        and repairs go on while nobody can tell who decides."""
+        and repairs go on while no agent can know which one decides."""
         own = job.kind is JobKind.SCRUB and self._effort.own() is not None
         if not own and not (job.kind is JobKind.REBUILD and self._effort.repairs()):
             self._effort.confirm()

@@ -179,7 +179,7 @@ class DueWork:
                 self._swept_seconds = now
             elif job.kind is JobKind.SCRUB and report is not None:
                 self._scrubbed_ms = self._clock.wall_ms()
-            elif job.kind is JobKind.SCRUB:  # somebody else scrubs or rebuilds
+            elif job.kind is JobKind.SCRUB:  # another process scrubs or rebuilds
                 self._scrub_failed_seconds = now
         if job.kind is not JobKind.SCRUB:
             self._agent.eyes.disturb()

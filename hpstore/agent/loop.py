@@ -42,7 +42,7 @@ from hpstore.health.policy.health_policy import decide
 from hpstore.health.policy.operator_commands import command
 from hpstore.health.policy.states import Action, ActionKind, Decision, PolicyOutcome, PoolFacts
 from hpstore.locks import file_lock
-from hpstore.membership.failure_domains import host_domains, over_several_hosts
+from hpstore.membership.host_names import host_domains, over_several_hosts
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 
@@ -396,7 +396,7 @@ class Agent(Closing):
             self.jobs.note(f"{action.kind}: {where}: {action.reason}", ok=False)
 
     def _job(self, action: Action) -> BackgroundJob:
-        """What an action asks for; devices of a host that is gone are healed as one."""
+        """What an action asks for; devices of a host that is gone leave as one."""
         kind, device, domain = _JOBS[action.kind], action.device, ""
         for host, devices in self.hosts.gone().items():
             if kind is JobKind.HEAL and device in devices:

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 
 from hpstore.format.records import PoolRecord
-from hpstore.membership.failure_domains import host_of
+from hpstore.membership.host_names import host_of
 
 _LOCAL = ("file", "memory")
 

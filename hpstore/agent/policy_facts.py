@@ -20,7 +20,7 @@ from hpstore.health.policy.states import (
     Role,
 )
 from hpstore.maintenance.survey_condition import Condition
-from hpstore.membership.failure_domains import over_several_hosts
+from hpstore.membership.host_names import over_several_hosts
 
 REPORT = "report: "  # how the reason of a process' report to the agent begins
 _REPORT_SECONDS = 900.0  # a process repeats it each 600

@@ -18,7 +18,7 @@ import xxhash
 from hpstore.agreement.keeper_election import KEEPER_SECONDS, KeeperElection, KeeperSight
 from hpstore.errors import MembershipError
 from hpstore.format.records import DeviceState, Member
-from hpstore.membership.failure_domains import over_several_hosts
+from hpstore.membership.host_names import over_several_hosts
 from hpstore.pool.admin import PoolAdmin
 from hpstore.runtime.text_files import read_text_file
 
@@ -67,7 +67,7 @@ class PoolKeeper:
 
     @property
     def decides(self) -> bool:
-        """As the last look has it, if that is not too old to be true. Asks nobody."""
+        """As the last look has it, if that is not too old to be true. Asks no register."""
         return self._election.decides if self.shared else True
 
     @property
@@ -143,5 +143,5 @@ def run_name(directory: Path) -> bytes:
         boot = read_text_file(_BOOT).strip()
         found = os.stat(directory)
     except OSError:
-        return os.urandom(16)  # of nobody else: a record of it is waited for
+        return os.urandom(16)  # of no other agent: a record of it is waited for
     return f"{boot} {found.st_dev} {found.st_ino}".encode()

@@ -93,7 +93,7 @@ class KeeperElection:
     @property
     def decides(self) -> bool:
         """Whether this agent may go on with what it decided: it has the record, and knew that so
-        lately that no other one has taken it over. Asks nobody."""
+        lately that no other one has taken it over. Asks no register."""
         with self._lock:
             return self._mine and self._clock.monotonic() - self._confirmed < self._ttl
 
@@ -170,7 +170,7 @@ class KeeperElection:
             self._update(change)
         except _AWAY as error:
             raise MembershipError(
-                f"this agent cannot tell whether it still is the keeper: {error} Nothing was "
+                f"this agent cannot know whether it still is the keeper: {error} Nothing was "
                 "changed; it tries again."
             ) from error
         if not self.had_it_last:

@@ -19,7 +19,7 @@ from hpstore.config import Settings
 from hpstore.errors import ConfigError
 from hpstore.health.policy.operator_commands import Command
 from hpstore.membership.device_places import sharing_note
-from hpstore.membership.failure_domains import DOMAIN, HOST
+from hpstore.membership.host_names import DOMAIN, HOST
 
 
 def add(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hpstore.devices.link_counters import LinkSight, link_of
 from hpstore.format.records import PoolRecord
-from hpstore.membership.failure_domains import host_domains
+from hpstore.membership.host_names import host_domains
 from hpstore.objects.context import PoolContext
 
 

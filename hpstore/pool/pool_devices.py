@@ -17,7 +17,7 @@ from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit
 from hpstore.maintenance.survey_condition import survey_condition
 from hpstore.membership import changes
 from hpstore.membership.device_places import filesystem_of, local_path, require_mounted
-from hpstore.membership.failure_domains import members_named
+from hpstore.membership.host_names import members_named
 from hpstore.membership.open_members import belongs, trusted
 from hpstore.objects.context import PATIENCE
 from hpstore.objects.write.stripe_writer import Throttle

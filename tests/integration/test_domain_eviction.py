@@ -12,8 +12,8 @@ import hpstore
 from hpstore.config import Settings, load_config
 from hpstore.errors import MembershipError
 from hpstore.format.records import DeviceState, Member, PoolRecord
-from hpstore.membership import changes
-from hpstore.membership.failure_domains import members_named
+from hpstore.membership import changes, members
+from hpstore.membership.host_names import members_named
 from hpstore.testing.memory_pool import Harness
 from tests.integration.cli_cases import Cli
 
@@ -144,7 +144,7 @@ def test_two_evictions_of_hosts_at_once_are_one(
     harness = hosts(tmp_path, 6)
     filled(harness)
     a, b = harness.open(), harness.open()
-    plain, calls = changes.commit_record, iter(range(10))
+    plain, calls = members.commit_record, iter(range(10))
 
     def stopped(*arguments: object, **named: object) -> None:
         if next(calls) == 1:  # the first closes the devices, the second takes them out

@@ -7,7 +7,7 @@ import pytest
 from hpstore.agent.absent_hosts import AbsentHosts
 from hpstore.agent.own_devices import OwnDevices, is_own_address
 from hpstore.format.records import Member, PoolRecord, RegisterPlace
-from hpstore.membership.failure_domains import host_domains, over_several_hosts
+from hpstore.membership.host_names import host_domains, over_several_hosts
 from hpstore.pool.host_status import hosts_tolerated
 
 HOSTS = {"host-a": frozenset({"1", "2"}), "host-b": frozenset({"3"})}

@@ -15,6 +15,7 @@ from hpstore.cli.pool_verdict import agent_sight
 from hpstore.errors import LockTimeout, RegistersUnavailable
 from hpstore.format.records import DeviceState
 from hpstore.health.policy.operator_commands import Command
+from hpstore.maintenance import dependents
 from hpstore.membership import changes
 from hpstore.membership.pool_registers import PoolRegisters
 from tests.unit.agents_of_hosts import HostAgents
@@ -180,7 +181,7 @@ def test_a_keeper_that_is_paused_in_an_eviction_does_not_store_it(
     fleet.start("a", "c")
     fleet.rounds(30.0)
     fleet.harness.lose(fleet.disks("b"))
-    plain, back = changes.endangered, list[float]()
+    plain, back = dependents.endangered, list[float]()
 
     def paused(*arguments: object, **named: object) -> list[str]:
         found = plain(*arguments, **named)  # type: ignore[arg-type]

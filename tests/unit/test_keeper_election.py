@@ -138,7 +138,7 @@ def test_without_registers_nobody_is_elected_and_a_term_ends() -> None:
     fleet.clock.advance(KEEPER_SECONDS - 0.1)
     assert a.look()
     assert not b.look()
-    with pytest.raises(MembershipError, match="cannot tell whether it still is the keeper"):
+    with pytest.raises(MembershipError, match="cannot know whether it still is the keeper"):
         a.confirm()
     fleet.clock.advance(0.1)
     assert not a.look()
