@@ -29,10 +29,21 @@ def serve(
     disks: Annotated[list[str], typer.Argument(help="directories, numbered from 0 in this order")],
     listen: Annotated[str, typer.Option(help="ADDRESS:PORT of the storage network")],
     tls: Annotated[
-        str, typer.Option(help='"mutual", or "plain" on a network that only these hosts can reach')
+        str,
+        typer.Option(
+            help='"mutual"; where only these hosts can reach the network "control", TLS without '
+            'bodies, or "plain"'
+        ),
     ] = "mutual",
+    data_port: Annotated[
+        int | None, typer.Option(help="for bodies, with --tls control; default: the next port")
+    ] = None,
     certificates: Annotated[
         Path | None, typer.Option(help="directory of ca.pem, certificate.pem and key.pem")
+    ] = None,
+    registers: Annotated[
+        Path | None,
+        typer.Option(help="directory for registers of pools, as host://ADDRESS:PORT: no etcd"),
     ] = None,
     recycle: Recycle = 2 * GIB,
     direct: Annotated[bool, typer.Option(help="O_DIRECT")] = True,
@@ -46,7 +57,7 @@ def serve(
     hpstore host serve --listen 10.0.0.2:7200 /mnt/a /mnt/b
     """
     try:
-        from hpstore.hosts.host_limits import HostLimits
+        from hpstore.hosts.host_limits import make_limits
         from hpstore.hosts.running_service import default_certificates, run_until_ended, serving
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed: {_NEEDS}") from error
@@ -58,25 +69,23 @@ def serve(
         recycle_bytes=recycle,
         direct=direct,
     )
-    if connections < 1 or handles < 1:
-        raise ConfigError("--connections and --handles are at least 1")
-    limits = HostLimits(
-        connections=connections,
-        connections_of_peer=max(1, connections // 2),
-        handles=handles,
-        arena_bytes=memory,
-    )
-    with serving(host.strip("[]"), port, disks, settings, limits) as service:
+    with serving(
+        host.strip("[]"),
+        port,
+        disks,
+        settings,
+        make_limits(connections=connections, handles=handles, memory_bytes=memory),
+        registers=registers,
+        data_port=data_port,
+    ) as service:
+        run_until_ended(lambda: _say_disks(disks, *service.address, as_json=as_json))
 
-        def began() -> None:
-            at, number = service.address
-            at = f"[{at}]" if ":" in at else at
-            urls = {f"hpd://{at}:{number}/{index}": disk for index, disk in enumerate(disks)}
-            said = "\n".join(f"{url} is {disk}" for url, disk in urls.items())
-            say(urls, said, as_json=as_json)
-            sys.stdout.flush()
 
-        run_until_ended(began)
+def _say_disks(disks: list[str], at: str, port: int, *, as_json: bool) -> None:
+    at = f"[{at}]" if ":" in at else at
+    urls = {f"hpd://{at}:{port}/{index}": disk for index, disk in enumerate(disks)}
+    say(urls, "\n".join(f"{url} is {disk}" for url, disk in urls.items()), as_json=as_json)
+    sys.stdout.flush()
 
 
 @hosts.command()

@@ -72,6 +72,31 @@ class Usage:
     read_only: bool = False  # mounted so; a filesystem that refuses writes need not say it
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of it as whole numbers, for Usage.of_numbers()."""
+        return (
+            self.total,
+            self.free,
+            self.kept,
+            self.inodes,
+            self.free_inodes,
+            int(self.read_only),
+        )
+
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> Usage:
+        """Inverse of `numbers`."""
+        total, free, kept, inodes, free_inodes, read_only = numbers
+        return cls(
+            total=total,
+            free=free,
+            kept=kept,
+            inodes=inodes,
+            free_inodes=free_inodes,
+            read_only=bool(read_only),
+        )
+
+    @property
     def known(self) -> bool:
         """Whether the device says what space it has."""
         return self.total > 0

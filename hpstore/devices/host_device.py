@@ -10,6 +10,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 
+import numpy as np
+
+from hpstore.codec.galois import Bytes
 from hpstore.devices.base import DirectoryEntry, Stamp, Usage
 from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
@@ -28,12 +31,16 @@ from hpstore.format.host_calls import (
     PROTOCOL,
     Json,
     decode_listings,
+    decode_opened,
     encode_json,
     parse_url,
 )
 from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import MAX_RECORD_BYTES
+from hpstore.units import KIB
 
+AHEAD_BYTES = 80 * KIB  # of small files: those that column_reader.py reads whole
+HANDLE_BYTES = 16  # drawn by the caller: on the port for bodies it is what allows them
 _TRIES = 1000  # of a counter that others raise at the same time
 _MOST = 1 << 64  # of a number: an inode may be that large
 _MODES = ("direct", "buffered", "memory")
@@ -51,6 +58,8 @@ class HostDevice:
     secure
         Makes a connected socket one of mutual TLS. None: what is sent can be read and changed on
         its way.
+    plain_bodies
+        Bytes of columns go by a port of the service without TLS, all else by `secure`.
 
     Raises
     ------
@@ -58,22 +67,46 @@ class HostDevice:
         The host does not answer, or not to this process.
     """
 
-    def __init__(self, url: str, *, seconds: float, secure: Secure | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        seconds: float,
+        secure: Secure | None = None,
+        plain_bodies: bool = False,
+    ) -> None:
         try:
             place = parse_url(url)
         except ValueError as error:
             raise ConfigError(f"device {url}: {error}") from error
         self.url = url.rstrip("/")
+        self.host, self.number = f"{place[0]}:{place[1]}", place[2]
         self.memory_alignment = 1
-        self._links = HostLinks(self.url, place, seconds, secure)
+        self._links = self.bodies = HostLinks(self.url, place, seconds, secure)
         self.link = self._links.counters
         self._durable: set[str] = set()  # names that a commit has synced and nobody asked about yet
-        self._horizon = b""  # its sector, when it was seen last
+        self._sectors: dict[str, bytes] = {}  # of counters, as they were seen last
         try:
             self.mode, self.folds_names = self._described(self._links.json("hello", again=True))
+            if plain_bodies:
+                port = self._data_port()
+                self.bodies = HostLinks(self.url, (place[0], port, place[2]), seconds, None)
+                self.bodies.counters = self.link
         except BaseException:
             self._links.close()
             raise
+
+    def _data_port(self) -> int:
+        """Where the service takes bodies without TLS. Raises DeviceError."""
+        port = self._links.json("data_port", again=True)
+        if isinstance(port, int) and 0 < port < 65536:
+            return port
+        raise DeviceError(
+            f"device {self.url}: the settings of this process want bodies without TLS "
+            '(tls = "control"), and the service there has no port for them. Start it with '
+            '--tls control, or set tls = "mutual"',
+            device=self.url,
+        )
 
     def _described(self, answer: object) -> tuple[str, bool]:
         found = answer if isinstance(answer, dict) else {}
@@ -85,6 +118,25 @@ class HostDevice:
                 device=self.url,
             )
         return str(found["mode"]), found.get("folds_names") is True
+
+    @property
+    def host_disk(self) -> HostDevice:
+        """For calls on several disks of a host."""
+        return self
+
+    def ask(self, operation: str, args: Json, body: bytes) -> bytes:
+        """As HostDisk has it."""
+        return self._links.call(operation, args, bodies=[body], again=True)
+
+    def error_of(self, name: str, text: str) -> Exception:
+        """As HostDisk has it."""
+        return self._links.error_of(name, text)
+
+    def new_file(self, buffers: Sequence[Bytes], *, vital: bool, sync: bool) -> HostWriter:
+        """As HostDisk has it."""
+        bodies = [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers]
+        handle, found = self._made("new_file", {"vital": vital, "sync": sync}, bodies)
+        return self._writer(handle, found)
 
     def prepare(self) -> None:
         """Make the directories of a device root there."""
@@ -103,13 +155,15 @@ class HostDevice:
         recycled = isinstance(made, dict) and made.get("recycled") is True
         return HostWriter(self, self._links, handle, recycled)
 
-    def _made(self, operation: str, args: Json) -> tuple[str, bytes]:
+    def _made(
+        self, operation: str, args: Json, bodies: Sequence[memoryview] = ()
+    ) -> tuple[str, bytes]:
         """A call that opens something there, under a handle of ours; both. Whatever goes wrong, the
         next call gives the handle up."""
         self._links.keep_session()
-        handle = secrets.token_hex(8)
+        handle = secrets.token_hex(HANDLE_BYTES)
         try:
-            return handle, self._links.call(operation, {"handle": handle, **args})
+            return handle, self._links.call(operation, {"handle": handle, **args}, bodies=bodies)
         except BaseException:
             self._links.give_up(handle)
             raise
@@ -117,11 +171,14 @@ class HostDevice:
     def open(self, path: str) -> HostReader:
         return HostReader(self, self._links, path)
 
-    def open_handle(self, path: str) -> tuple[str, int, Stamp]:
-        """A handle, the size and the stamp of a file that is open there from now on."""
-        handle, found = self._made("open", {"path": path})
-        stamp = self._stamp(self._links.decoded(found))
-        return handle, stamp[2], stamp
+    def open_handle(self, path: str) -> tuple[str, Stamp, bytes]:
+        """A handle and the stamp of a file that is open there from now on, and its first bytes."""
+        handle, found = self._made("open", {"path": path, "ahead": AHEAD_BYTES})
+        try:
+            return handle, *decode_opened(found)
+        except IntegrityError as error:
+            self._links.give_up(handle)
+            raise DeviceError(f"device {self.url}: {error}", device=self.url) from error
 
     def _stamp(self, found: object) -> Stamp:
         inode, changed, size = self._numbers(found, 3)
@@ -171,13 +228,13 @@ class HostDevice:
 
     def _sector(self, name: str) -> bytes:
         found = self._links.call("counter_sector", {"name": name}, again=True)[:COUNTER_BYTES]
-        if name == HORIZON:
-            self._horizon = found
+        self._sectors[name] = found
         return found
 
     def raise_counter(self, name: str, value: int, pool_key: PoolKey | None = None) -> int:
-        """As of any device. The service compares and writes bytes: this side seals them."""
-        sector = self._sector(name)
+        """As of any device. The service compares and writes bytes: this side seals them. What was
+        seen last is as good to begin with as what is there now: the answer has that."""
+        sector = self._sectors[name] if name in self._sectors else self._sector(name)
         for _ in range(_TRIES):
             reached = risen(name, sector, value, pool_key)
             new = encode_counter(name, reached, pool_key)
@@ -186,8 +243,7 @@ class HostDevice:
                 :COUNTER_BYTES
             ]
             if found in (sector, new):
-                if name == HORIZON:
-                    self._horizon = new
+                self._sectors[name] = new
                 return reached
             sector = found
         raise LockTimeout(
@@ -197,14 +253,14 @@ class HostDevice:
     def checked_horizon(self, guard: NameGuard) -> bytes:
         """The sector of the horizon by which a guard allows a name. Raises what it raises."""
         try:
-            guard.check_sector(self._horizon, self.url)
+            guard.check_sector(self._sectors.get(HORIZON, b""), self.url)
         except HpstoreError:  # what was seen last may be old
             guard.check_sector(self._sector(HORIZON), self.url)
-        return self._horizon
+        return self._sectors.get(HORIZON, b"")
 
     def note_horizon(self, sector: bytes) -> None:
         """What it is now."""
-        self._horizon = sector[:COUNTER_BYTES]
+        self._sectors[HORIZON] = sector[:COUNTER_BYTES]
 
     def stamp(self, path: str) -> Stamp | None:
         found = self._links.json("stamp", {"path": path}, again=True)
@@ -237,17 +293,7 @@ class HostDevice:
         return self._numbers([self._links.json("sweep")], 1)[0]
 
     def usage(self) -> Usage:
-        total, free, kept, inodes, free_inodes, read_only = self._numbers(
-            self._links.json("usage", again=True), 6
-        )
-        return Usage(
-            total=total,
-            free=free,
-            kept=kept,
-            inodes=inodes,
-            free_inodes=free_inodes,
-            read_only=bool(read_only),
-        )
+        return Usage.of_numbers(self._numbers(self._links.json("usage", again=True), 6))
 
     def hold(self, offset: int, nbytes: int) -> HostHold:
         handle, found = self._made("hold", {"offset": offset, "nbytes": nbytes})
@@ -259,3 +305,4 @@ class HostDevice:
 
     def close(self) -> None:
         self._links.close()
+        self.bodies.close()

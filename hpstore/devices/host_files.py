@@ -23,9 +23,10 @@ class HostRoot(Protocol):
     """What an open file needs of its device."""
 
     url: str
+    bodies: HostLinks  # for bytes of open files
 
-    def open_handle(self, path: str) -> tuple[str, int, Stamp]:
-        """A handle, the size and the stamp of a file."""
+    def open_handle(self, path: str) -> tuple[str, Stamp, bytes]:
+        """A handle and the stamp of a file, and its first bytes."""
 
     def checked_horizon(self, guard: NameGuard) -> bytes:
         """The sector by which a guard allows a name."""
@@ -50,11 +51,21 @@ class HostReader:
         self._device, self._links, self._path = device, links, path
         self._handle = ""  # set next; __del__ looks at it
         self._closed = False
-        self._handle, self.size_bytes, self._stamp = device.open_handle(path)
+        self._handle, self._stamp, self._first = device.open_handle(path)
+        self.size_bytes = self._stamp[2]
         self._lock = threading.Lock()  # guards _handle while it is replaced
 
+    def holds(self, offset: int, nbytes: int) -> bool:
+        """As ReadAhead has it."""
+        return offset + nbytes <= len(self._first)
+
     def read_into(self, offset: int, target: Bytes) -> None:
-        view = target.data.cast("B")
+        view, first = target.data.cast("B"), self._first
+        if offset + len(view) <= len(first):
+            self._open_handle()
+            view[:] = first[offset : offset + len(view)]
+            return
+        self._first = b""  # what is read on needs it no more
         for start in range(0, len(view), MOST_BODY_BYTES):
             part = view[start : start + MOST_BODY_BYTES]
             handle = self._open_handle()
@@ -71,14 +82,14 @@ class HostReader:
     def _read(self, handle: str, offset: int, part: memoryview) -> None:
         args: dict[str, object] = {"handle": handle, "offset": offset, "nbytes": len(part)}
         args["whole"] = False
-        self._links.call("read", args, into=part, again=True)
+        self._device.bodies.call("read", args, into=part, again=True)
 
     def _reopened(self, gone: str) -> str:
         with self._lock:
             if self._open_handle() != gone:
                 return self._handle  # another thread was here
             try:
-                handle, _, stamp = self._device.open_handle(self._path)
+                handle, stamp, _ = self._device.open_handle(self._path)
             except FileNotFoundError as error:
                 raise self._replaced() from error
             if stamp != self._stamp:
@@ -116,7 +127,7 @@ class HostWriter:
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         for parts in _requests(buffers):
             args: dict[str, object] = {"handle": self._handle, "offset": offset}
-            self._links.call("write", args, bodies=parts, again=True)
+            self._device.bodies.call("write", args, bodies=parts, again=True)
             offset += sum(map(len, parts))
 
     def sync(self) -> None:

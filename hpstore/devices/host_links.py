@@ -114,15 +114,15 @@ class HostLinks:
             anchor = self._anchor
         if anchor is not None and anchor.silent():
             return
-        fresh = self._connected()
+        fresh = self._connected(self._seconds)
         try:
-            self._exchange(fresh, "hello", {}, (), None, keep=False)
+            self._exchange(fresh, "hello", {}, (), None, self._seconds, keep=False)
         except HpstoreError:
             fresh.close()
             raise
         except TimeoutError as error:
             fresh.close()
-            raise self._timeout("hello") from error
+            raise self._timeout("hello", self._seconds) from error
         except OSError as error:
             fresh.close()
             self._raise(error, "hello")
@@ -141,23 +141,26 @@ class HostLinks:
         bodies: Sequence[memoryview | bytes] = (),
         into: memoryview | None = None,
         again: bool = False,
+        seconds: float | None = None,
     ) -> bytes:
         """Make a call; the answer's body, which is put `into` memory of just its length if given.
 
-        `again`: it may be made twice. Raises what the device raised there, HandleGone,
-        DeviceDenied, DeviceTimeout, and DeviceMissing when the host cannot be reached.
+        `again`: it may be made twice. `seconds`: for each step of this call. Raises what the device
+        raised there, HandleGone, DeviceDenied, DeviceTimeout, and DeviceMissing when the host
+        cannot be reached.
         """
+        limit = self._seconds if seconds is None else seconds
         for last in (False, True):
-            stream = self._take(fresh=last)
+            stream = self._take(limit, fresh=last)
             args = args if not (last and into is not None) else {**(args or {}), "whole": True}
             try:
-                status, found = self._exchange(stream, operation, args or {}, bodies, into)
+                status, found = self._exchange(stream, operation, args or {}, bodies, into, limit)
             except HpstoreError:
                 stream.close()
                 raise
             except TimeoutError as error:
                 stream.close()
-                raise self._timeout(operation) from error
+                raise self._timeout(operation, limit) from error
             except OSError as error:
                 stream.close()
                 if last or not again:
@@ -200,15 +203,17 @@ class HostLinks:
         args: Json,
         bodies: Sequence[memoryview | bytes],
         into: memoryview | None,
+        seconds: float,
         *,
         keep: bool = True,
     ) -> tuple[int, bytes]:
         """The status and the body of the answer."""
-        stream.limit(self._seconds)
+        stream.limit(seconds)
         closed = self._closing()
         try:
-            stream.send([self._head(operation, args, closed, sum(map(len, bodies))), *bodies])
-            data = stream.head(self._seconds, self._seconds)
+            nbytes = sum(map(len, bodies))
+            stream.send([self._head(operation, args, closed, nbytes, seconds), *bodies])
+            data = stream.head(seconds, seconds)
             if data is None:
                 raise ConnectionResetError("closed")
         except BaseException:
@@ -218,15 +223,18 @@ class HostLinks:
             head = answer_head(data)
         except IntegrityError as error:
             raise self._nonsense(operation, error) from error
+        stream.limit(seconds)
         found = self._body(stream, head, into, operation)
         if keep:
             self._put_back(stream, head)
         return head.status, found
 
-    def _head(self, operation: str, args: Json, closed: list[str], nbytes: int) -> bytes:
+    def _head(
+        self, operation: str, args: Json, closed: list[str], nbytes: int, seconds: float
+    ) -> bytes:
         head = (
             f"POST /v1/{self._disk}/{operation} HTTP/1.1\r\nHost: {self._host}\r\n"
-            f"Hpd-Session: {self._session}\r\nHpd-Deadline-Ms: {max(1, int(self._seconds * 1e3))}"
+            f"Hpd-Session: {self._session}\r\nHpd-Deadline-Ms: {max(1, int(seconds * 1e3))}"
             f"\r\nHpd-Args: {encode_json(args).decode()}\r\n"
         )
         if closed:
@@ -246,7 +254,6 @@ class HostLinks:
     def _body(
         self, stream: WireStream, head: Head, into: memoryview | None, operation: str
     ) -> bytes:
-        stream.limit(self._seconds)
         if into is not None and head.status == 200:
             if head.body_bytes != len(into):
                 raise self._nonsense(operation, f"{head.body_bytes} of {len(into)} bytes")
@@ -258,7 +265,7 @@ class HostLinks:
         stream.fill(memoryview(data))
         return bytes(data)
 
-    def _take(self, *, fresh: bool) -> WireStream:
+    def _take(self, limit: float, *, fresh: bool) -> WireStream:
         """An idle connection that has not ended meanwhile, or a new one."""
         while not fresh:
             with self._lock:
@@ -268,22 +275,22 @@ class HostLinks:
             if stream.silent():
                 return stream
             stream.close()
-        return self._connected()
+        return self._connected(limit)
 
-    def _connected(self) -> WireStream:
+    def _connected(self, limit: float) -> WireStream:
         """A new connection. Raises DeviceError."""
-        seconds = min(_CONNECT_SECONDS, self._seconds)
+        seconds = min(_CONNECT_SECONDS, limit)
         try:
             sock = socket.create_connection((self._host, self._port), seconds)
         except TimeoutError as error:
-            raise self._timeout("connecting") from error
+            raise self._timeout("connecting", seconds) from error
         except OSError as error:
             self._raise(error, "connecting")
         try:
             return WireStream(sock if self._secure is None else self._secure(sock, self._host))
         except TimeoutError as error:
             sock.close()
-            raise self._timeout("connecting") from error
+            raise self._timeout("connecting", seconds) from error
         except OSError as error:
             sock.close()
             self._raise(error, "connecting")
@@ -308,18 +315,22 @@ class HostLinks:
             raise self._nonsense(operation, error) from error
         found = said if isinstance(said, dict) else {}
         name, text = str(found.get("error", "")), str(found.get("text", ""))[:2000]
-        if status == FAILED and name == ABSENT:
-            raise FileNotFoundError(errno.ENOENT, f"device {self.url}: {text}")
-        text = f"device {self.url}: {text}"
         if status == GONE:
-            raise HandleGone(text, device=self.url)
+            raise HandleGone(f"device {self.url}: {text}", device=self.url)
         if status == REFUSED:
-            raise DeviceDenied(text, device=self.url)
-        raise _KINDS.get(name, DeviceError)(text, device=self.url)
+            raise DeviceDenied(f"device {self.url}: {text}", device=self.url)
+        raise self.error_of(name if status == FAILED or name != ABSENT else "", text)
 
-    def _timeout(self, operation: str) -> DeviceTimeout:
+    def error_of(self, name: str, text: str) -> Exception:
+        """What the service says of a call that failed, as an error of here."""
+        text = f"device {self.url}: {text}"
+        if name == ABSENT:
+            return FileNotFoundError(errno.ENOENT, text)
+        return _KINDS.get(name, DeviceError)(text, device=self.url)
+
+    def _timeout(self, operation: str, seconds: float) -> DeviceTimeout:
         return DeviceTimeout(
-            f"device {self.url}: no answer to {operation} within {self._seconds:.1f} s; the host "
+            f"device {self.url}: no answer to {operation} within {seconds:.1f} s; the host "
             "hangs, or cannot be reached. What was called may still happen",
             device=self.url,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.format.store_settings import StoreSettings
 from hpstore.runtime.deadline_wait import Patience
+from hpstore.runtime.mutual_tls import TlsFiles
 from hpstore.runtime.scheduler import Scheduler
 
 
@@ -125,15 +127,21 @@ def _host_device(url: str, settings: Settings) -> Device:
     """A disk of another host. Raises ConfigError where what that needs is not installed."""
     try:
         from hpstore.devices.host_device import HostDevice
-        from hpstore.runtime.mutual_tls import TlsFiles
     except ImportError as error:
         raise ConfigError(
             f"device {url} is on another host, which needs {error.name}: install hpstore[hosts]"
         ) from error
-    secure = None
-    if settings.tls == "mutual":
-        secure = TlsFiles(settings.certificates_path(), server=False).call
-    return HostDevice(url, seconds=settings.device_deadline_seconds, secure=secure)
+    seconds = settings.device_deadline_seconds
+    secure = host_security(settings)
+    return HostDevice(url, seconds=seconds, secure=secure, plain_bodies=settings.tls == "control")
+
+
+def host_security(settings: Settings) -> Callable[[socket.socket, str], socket.socket] | None:
+    """What makes a connection to a host one of mutual TLS, by this user's certificate; None where
+    the settings want it plain. Raises ConfigError."""
+    if settings.tls == "plain":
+        return None
+    return TlsFiles(settings.certificates_path(), server=False).call
 
 
 def _require_utf8_names() -> None:

@@ -4,7 +4,7 @@
     Hpd-Session: 32 hex digits, of the process that calls
     Hpd-Args: {"path": "objects/a/@..."}       JSON in ASCII
     Hpd-Deadline-Ms: 30000                     what is left of the caller's patience; no clock
-    Hpd-Close: 16 hex digits, ...              handles that the caller has given up
+    Hpd-Close: 32 hex digits, ...              handles that the caller has given up
     Content-Length: 8388608                    raw bytes
 
 An answer is 200 with raw bytes or JSON, else a status of `FAILED` with {"error", "text"} in JSON.
@@ -20,12 +20,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from hpstore.errors import IntegrityError
 from hpstore.format.keys import MAX_KEY_BYTES, MAX_NAME_BYTES
 from hpstore.format.untrusted_bytes import parsing
-from hpstore.units import MIB
+from hpstore.units import KIB, MIB
 
-PROTOCOL = 1
+PROTOCOL = 2
 DEFAULT_PORT = 7200
 SCHEME = "hpd://"
 MOST_BODY_BYTES = 8 * MIB  # of one request; more is several
+MOST_NEW_FILE_BYTES = 512 * KIB  # of a file that is made by one request
+MOST_AHEAD_BYTES = 256 * KIB  # of a file that comes with the answer that it is open
 MOST_ANSWER_BYTES = 256 * MIB  # of names: a directory of some million objects
 MOST_CLOSED = 64  # handles that one request gives up
 MOST_LISTED = 1024  # directories that one request names
@@ -36,11 +38,12 @@ ABSENT = "FileNotFoundError"
 
 _TARGET = re.compile(r"/v1/(0|[1-9][0-9]{0,3})/([a-z_]{1,32})")
 _SESSION = re.compile(r"[0-9a-f]{32}")
-_HANDLE = re.compile(r"[0-9a-f]{16}")
+_HANDLE = re.compile(r"[0-9a-f]{32}")
 # a path has at most a key, escaped threefold, and a file's name
 _MOST_PATH_BYTES = 3 * MAX_KEY_BYTES + 2 * MAX_NAME_BYTES
 _ROOT_FILE = re.compile(r"[a-z][a-z-]{0,40}(?:\.json)?")
 _FOLDERS = ("objects", "tmp", "recycle", "debts", "quarantine")
+_OPENED = re.compile(rb"([0-9]{1,20}) (-?[0-9]{1,20}) ([0-9]{1,20})\n")
 _DIRECTORY, _FILE = b"d", b"f"
 
 Json = dict[str, object]
@@ -118,7 +121,7 @@ def closed_of(fields: Mapping[str, str]) -> list[str]:
     text = fields.get(CLOSE, "")
     found = text.split(",") if text else []
     if len(found) > MOST_CLOSED or not all(_HANDLE.fullmatch(one) for one in found):
-        raise IntegrityError("handles are 16 hexadecimal digits each")
+        raise IntegrityError("handles are 32 hexadecimal digits each")
     return found
 
 
@@ -126,7 +129,7 @@ def check_handle(value: object) -> str:
     """Raises ValueError."""
     if isinstance(value, str) and _HANDLE.fullmatch(value):
         return value
-    raise ValueError("a handle is 16 hexadecimal digits")
+    raise ValueError("a handle is 32 hexadecimal digits")
 
 
 def check_file_path(value: object) -> str:
@@ -154,6 +157,23 @@ def check_directory_path(value: object) -> str:
     if value and not rest and not _ROOT_FILE.fullmatch(first):
         raise ValueError("a path is not a record of the device")
     return value
+
+
+def encode_opened(stamp: tuple[int, int, int], first: bytes) -> bytes:
+    """What is answered of a file that was opened: inode, time, size and its first bytes."""
+    return b"%d %d %d\n%b" % (*stamp, first)
+
+
+def decode_opened(data: bytes) -> tuple[tuple[int, int, int], bytes]:
+    """Inverse of encode_opened. Raises IntegrityError."""
+    match = _OPENED.match(data)
+    if match is None:
+        raise IntegrityError("a file that was opened has no inode, time and size")
+    inode, changed, size = map(int, match.groups())
+    first = data[match.end() :]
+    if len(first) > min(size, MOST_AHEAD_BYTES):
+        raise IntegrityError("a file has more bytes than its size")
+    return (inode, changed, size), first
 
 
 def encode_listings(listings: Iterable[Sequence[tuple[str, bool]]]) -> bytes:

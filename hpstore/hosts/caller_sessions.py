@@ -52,6 +52,7 @@ class CallerSessions:
     def __init__(self, most_handles: int) -> None:
         self._most, self._count = most_handles, 0
         self._sessions: dict[tuple[str, str], CallerSession] = {}
+        self._holders: dict[str, tuple[str, str]] = {}  # session of each handle
         self._lock = threading.Lock()  # guards all sessions, their handles, users and over
 
     def join(self, key: tuple[str, str]) -> None:
@@ -69,6 +70,8 @@ class CallerSessions:
             del self._sessions[key]
             left = list(session.handles.values())
             self._count -= len(left)
+            for handle in session.handles:
+                del self._holders[handle]
         for held in left:
             self._end(held)
 
@@ -85,11 +88,11 @@ class CallerSessions:
         """
         with self._lock:
             handles = self._sessions[key].handles
-            known = handle in handles
+            known = handle in self._holders
             room = self._count < self._most
             if room and not known:
                 self._count += 1
-                handles[handle] = held
+                handles[handle], self._holders[handle] = held, key
                 return
         self._end(held)
         if known:
@@ -119,6 +122,15 @@ class CallerSessions:
             if last:
                 self._let_go(held)
 
+    def holder(self, handle: str, disk: int) -> tuple[str, str]:
+        """The session that holds a handle of a disk, for a caller who shows no more than that.
+        Raises UnknownHandle."""
+        with self._lock:
+            key = self._holders.get(handle)
+            if key is None or self._sessions[key].handles[handle].disk != disk:
+                raise UnknownHandle("no such handle is open here")
+            return key
+
     def drop(self, key: tuple[str, str], handle: str) -> None:
         """Give a handle up; an unknown one is fine."""
         with self._lock:
@@ -126,6 +138,7 @@ class CallerSessions:
             if held is None:
                 return
             self._count -= 1
+            del self._holders[handle]
         self._end(held)
 
     def _end(self, held: HeldFile) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TypeVar
 
+import numpy as np
+
 from hpstore.devices.base import RECYCLE, REGISTERS_BYTES, TMP
-from hpstore.devices.file_handles import LocalWriter
+from hpstore.devices.file_handles import LocalReader, LocalWriter
 from hpstore.devices.holds import LocalHold
 from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
@@ -24,8 +26,10 @@ from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceDenied, DeviceError, IntegrityError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
+    MOST_AHEAD_BYTES,
     MOST_BODY_BYTES,
     MOST_LISTED,
+    MOST_NEW_FILE_BYTES,
     PROTOCOL,
     Json,
     check_directory_path,
@@ -34,11 +38,13 @@ from hpstore.format.host_calls import (
     decode_json,
     encode_json,
     encode_listings,
+    encode_opened,
 )
 from hpstore.format.keys import OBJECTS
 from hpstore.format.records import MAX_RECORD_BYTES
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
 from hpstore.hosts.caller_sessions import CallerSessions, HeldFile
+from hpstore.runtime.buffers import aligned_array
 
 T = TypeVar("T")
 _MOST = 1 << 64  # of an inode's number
@@ -73,13 +79,15 @@ class Request:
 class DiskOperation:
     """`checks`: what each argument must be, by name; all must be there and no other.
 
-    `body_bytes`: the most that its body may be. Streamed ones have no `run`.
+    `body_bytes`: the most that its body may be. Streamed ones have no `run`, and those `of_host`,
+    which are about no disk or several, have their name there.
     """
 
     role: CallerRole
     checks: Mapping[str, Callable[[object], object]] = field(default_factory=dict)
     body_bytes: int = 0
     run: Callable[[LocalDevice, CallerSessions, Request], bytes] | None = None
+    of_host: str = ""
 
     def checked(self, args: Json) -> Json:
         """The arguments. Raises IntegrityError."""
@@ -108,6 +116,10 @@ def _piece(value: object) -> int:
 
 def _most(value: object) -> int:
     return whole(value, "a size", most=MOST_BODY_BYTES)
+
+
+def _ahead(value: object) -> int:
+    return whole(_aligned(value), "a size", most=MOST_AHEAD_BYTES)
 
 
 def _held(value: object) -> int:
@@ -196,16 +208,51 @@ def _create(device: LocalDevice, sessions: CallerSessions, request: Request) -> 
     return _kept_writer(writer, sessions, request)
 
 
+def _new_file(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    """Make a small file of these bytes, with `sync` durable; it has no name yet."""
+    nbytes = len(request.body)
+    if not nbytes or nbytes % ALIGNMENT_BYTES:
+        raise IntegrityError(f"what is written is a multiple of {ALIGNMENT_BYTES} bytes")
+    writer = device.create(nbytes, vital=request.args["vital"] is True)
+    try:
+        writer.write(0, [np.frombuffer(request.body, np.uint8)])
+        if request.args["sync"] is True:
+            writer.sync()
+    except BaseException:
+        writer.abort()
+        raise
+    return _kept_writer(writer, sessions, request)
+
+
 def _create_spare(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
     return _kept_writer(device.create_spare(number(request.args, "nbytes")), sessions, request)
 
 
 def _open(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    """Answers a file's stamp, and, where it is small, its bytes; of a larger one a page."""
     reader = device.open(str(request.args["path"]))
-    status = os.fstat(reader.descriptor)
-    held = HeldFile(reader, request.disk, reader.close, shared=True)
-    _keep(sessions, request, held)
-    return encode_json([status.st_ino, status.st_mtime_ns, status.st_size])
+    try:
+        status = os.fstat(reader.descriptor)
+        found = _first_bytes(reader, status.st_size, number(request.args, "ahead"))
+    except BaseException:
+        reader.close()
+        raise
+    _keep(sessions, request, HeldFile(reader, request.disk, reader.close, shared=True))
+    return encode_opened((status.st_ino, status.st_mtime_ns, status.st_size), found)
+
+
+def _first_bytes(reader: LocalReader, size: int, ahead: int) -> bytes:
+    """All of a file of up to `ahead` bytes, the first page of another; none where it cannot be
+    read so: the caller reads it then, and has the error."""
+    nbytes = size if size <= ahead else min(ahead, ALIGNMENT_BYTES)
+    if not nbytes or nbytes > size or nbytes % ALIGNMENT_BYTES:
+        return b""
+    page = aligned_array(nbytes)
+    try:
+        reader.read_into(0, page)
+    except DeviceError:
+        return b""
+    return page.tobytes()
 
 
 def of_kind(item: object, kind: type[T]) -> T:
@@ -321,17 +368,7 @@ def _sweep(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
 
 
 def _usage(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
-    usage = device.usage()
-    return encode_json(
-        [
-            usage.total,
-            usage.free,
-            usage.kept,
-            usage.inodes,
-            usage.free_inodes,
-            usage.read_only,
-        ]
-    )
+    return encode_json(device.usage().numbers)
 
 
 def _hold(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
@@ -375,10 +412,18 @@ def _not_unfinished(value: object) -> str:
 _PATH = {"path": check_file_path}
 _NAMED = {"path": _not_unfinished}
 _HANDLE = {"handle": check_handle}
-READ, WRITE = "read", "write"
+READ, WRITE, LOOK = "read", "write", "look"
+DATA_PORT = "data_port"
+_RECORDS = ("records_read", "records_swap", "records_remove")
 OPERATIONS: Mapping[str, DiskOperation] = {
     "hello": DiskOperation(role=CallerRole.READER, run=_hello),
-    "open": DiskOperation(role=CallerRole.READER, checks={**_HANDLE, **_PATH}, run=_open),
+    DATA_PORT: DiskOperation(role=CallerRole.READER, of_host=DATA_PORT),
+    LOOK: DiskOperation(
+        role=CallerRole.READER, checks={"usage": _flag}, body_bytes=MOST_BODY_BYTES, of_host=LOOK
+    ),
+    "open": DiskOperation(
+        role=CallerRole.READER, checks={**_HANDLE, **_PATH, "ahead": _ahead}, run=_open
+    ),
     READ: DiskOperation(
         role=CallerRole.READER,
         checks={**_HANDLE, "offset": _aligned, "nbytes": _piece, "whole": _flag},
@@ -396,6 +441,12 @@ OPERATIONS: Mapping[str, DiskOperation] = {
     "close": DiskOperation(role=CallerRole.READER, checks=_HANDLE, run=_give_up),
     "create": DiskOperation(
         role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": _offset, "vital": _flag}, run=_create
+    ),
+    "new_file": DiskOperation(
+        role=CallerRole.WRITER,
+        checks={**_HANDLE, "vital": _flag, "sync": _flag},
+        body_bytes=MOST_NEW_FILE_BYTES,
+        run=_new_file,
     ),
     "create_spare": DiskOperation(
         role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": _offset}, run=_create_spare
@@ -437,5 +488,13 @@ OPERATIONS: Mapping[str, DiskOperation] = {
         run=_write_hold,
     ),
     "release": DiskOperation(role=CallerRole.WRITER, checks=_HANDLE, run=_give_up),
+    **{
+        name: DiskOperation(
+            role=CallerRole.READER if name == _RECORDS[0] else CallerRole.WRITER,
+            body_bytes=MOST_BODY_BYTES,
+            of_host=name,
+        )
+        for name in _RECORDS
+    },
     "prepare": DiskOperation(role=CallerRole.KEEPER, run=_prepare),
 }

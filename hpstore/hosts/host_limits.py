@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpstore.errors import ConfigError
 from hpstore.units import MIB
 
 
@@ -24,3 +25,15 @@ class HostLimits:
     head_seconds: float = 10.0  # from the first byte of a head, or of a TLS handshake, to its end
     body_seconds: float = 30.0  # for each piece to go through
     deadline_seconds: float = 120.0  # the most that a caller may ask for
+
+
+def make_limits(*, connections: int, handles: int, memory_bytes: int) -> HostLimits:
+    """Those that an operator has chosen, and the rest. Raises ConfigError."""
+    if connections < 1 or handles < 1:
+        raise ConfigError("--connections and --handles are at least 1")
+    return HostLimits(
+        connections=connections,
+        connections_of_peer=max(1, connections // 2),
+        handles=handles,
+        arena_bytes=memory_bytes,
+    )

@@ -16,6 +16,7 @@ from hpstore.errors import ConfigError
 from hpstore.hosts.admission import Admit, admit_all, admit_certified
 from hpstore.hosts.host_limits import HostLimits
 from hpstore.hosts.host_service import HostService
+from hpstore.hosts.record_file import RecordFile
 from hpstore.runtime.mutual_tls import TlsFiles
 
 _log = logging.getLogger(__name__)
@@ -28,14 +29,20 @@ def serving(
     disks: Sequence[str],
     settings: Settings,
     limits: HostLimits,
+    *,
+    registers: Path | None = None,
+    data_port: int | None = None,
 ) -> Iterator[HostService]:
     """Serve these directories, in their order, with `settings` for TLS, modes and kept files.
+
+    `registers`: a directory in which it keeps registers of pools. `data_port`: for bodies without
+    TLS, where the settings' `tls` is "control"; by default the next one.
 
     Raises ConfigError, DeviceError.
     """
     opener = device_opener(settings)
     admit: Admit = admit_all
-    if settings.tls == "mutual":
+    if settings.tls != "plain":
         admit = admit_certified(TlsFiles(settings.certificates_path(), server=True))
     with contextlib.ExitStack() as stack:
         devices = []
@@ -46,9 +53,27 @@ def serving(
                 raise ConfigError(f"{disk} is no directory of this host: give local paths")
             stack.callback(device.close)
             devices.append(device)
-        service = stack.enter_context(HostService(host, port, admit=admit, limits=limits))
+        records = None
+        if registers is not None:
+            records = RecordFile(registers)
+            stack.callback(records.close)
+        service = stack.enter_context(
+            HostService(
+                host,
+                port,
+                admit=admit,
+                limits=limits,
+                records=records,
+                data_port=_data_port(port, data_port) if settings.tls == "control" else None,
+            )
+        )
         for device in devices:
             service.export(device)
+        if settings.tls == "control":
+            _log.warning(
+                "bytes of columns go without TLS: every process on their way may read and change "
+                "them"
+            )
         if settings.tls == "plain":
             _log.warning(
                 "without TLS: every process that can connect to %s:%d may read, change and remove "
@@ -56,6 +81,12 @@ def serving(
                 *service.address,
             )
         yield service
+
+
+def _data_port(port: int, wanted: int | None) -> int:
+    if wanted is not None:
+        return wanted
+    return port + 1 if port else 0
 
 
 def run_until_ended(began: Callable[[], None]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpstore.devices.file_handles import LocalReader, LocalWriter
 from hpstore.errors import BudgetExceeded, DeviceError, HpstoreError, IntegrityError
+from hpstore.format.disk_looks import decode_wanted, encode_looks
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
     ABSENT,
@@ -36,6 +37,8 @@ from hpstore.format.untrusted_bytes import brief
 from hpstore.hosts.admission import Admitted
 from hpstore.hosts.caller_sessions import CallerSessions, UnknownHandle
 from hpstore.hosts.device_calls import (
+    DATA_PORT,
+    LOOK,
     OPERATIONS,
     READ,
     WRITE,
@@ -48,6 +51,9 @@ from hpstore.hosts.device_calls import (
 )
 from hpstore.hosts.exported_disk import ExportedDisk
 from hpstore.hosts.host_limits import HostLimits
+from hpstore.hosts.host_looks import HostLooks
+from hpstore.hosts.record_file import RecordFile
+from hpstore.hosts.record_requests import use_records
 from hpstore.runtime.buffers import BufferPool, Lease
 from hpstore.runtime.http_heads import Head, request_head
 from hpstore.runtime.wire_stream import Idle, WireStream
@@ -65,6 +71,9 @@ class Shared:
     sessions: CallerSessions
     arena: BufferPool
     limits: HostLimits
+    looks: HostLooks
+    records: RecordFile | None = None  # None where the service keeps no registers
+    data_port: int | None = None  # for bodies without TLS
 
 
 class _Cut(OSError):
@@ -78,6 +87,7 @@ class ServedConnection:
         self._shared, self._stream, self._admitted_as = shared, stream, admitted
         self._who, self._role = admitted.who, admitted.role
         self._session: tuple[str, str] | None = None
+        self._idle_seconds = shared.limits.idle_seconds  # between two requests
         self._until = 0.0  # when the caller of this request gives up
 
     def serve(self) -> None:
@@ -96,7 +106,7 @@ class ServedConnection:
         """One request; False when there is none any more, or the peer does not keep to the form."""
         limits, sessions = self._shared.limits, self._shared.sessions
         try:
-            data = self._stream.head(limits.idle_seconds, limits.head_seconds)
+            data = self._stream.head(self._idle_seconds, limits.head_seconds)
         except Idle:
             return self._session is not None and sessions.holds(self._session)
         except IntegrityError as error:
@@ -143,8 +153,7 @@ class ServedConnection:
         require(self._role, operation.role, name)
         if disk is None:
             raise _NoSuchDisk(f"this host has no disk {number_}")
-        if name == WRITE and head.body_bytes % ALIGNMENT_BYTES:
-            raise IntegrityError(f"what is written is a multiple of {ALIGNMENT_BYTES} bytes")
+        require_whole_pages(name, head)
         request = Request(session=session, role=self._role, disk=number_, args=args)
         return disk, operation, request
 
@@ -159,6 +168,8 @@ class ServedConnection:
             if operation is OPERATIONS[WRITE]:
                 self._write(disk, request, left)
                 found = b""
+            elif operation.of_host:
+                found = self._of_host(operation.of_host, request, self._body(left))
             else:
                 found = self._run(disk, operation, request, left)
         except _Cut:
@@ -184,6 +195,18 @@ class ServedConnection:
         assert operation.run is not None
         with disk.call(self._left_seconds()) as device:
             return operation.run(device, self._shared.sessions, whole)
+
+    def _of_host(self, operation: str, request: Request, body: bytes) -> bytes:
+        """What is about no disk, or about several: these are looked at on threads of theirs, so
+        that one which hangs keeps none of the answer."""
+        if operation == DATA_PORT:
+            return encode_json(self._shared.data_port)
+        if operation != LOOK:
+            return use_records(self._shared.records, operation, self._role, body)
+        looks = self._shared.looks.look(
+            decode_wanted(body), usage=request.args["usage"] is True, seconds=self._left_seconds()
+        )
+        return encode_looks(looks)
 
     def _left_seconds(self) -> float:
         return max(0.0, self._until - time.monotonic())
@@ -294,6 +317,12 @@ class ServedConnection:
         text = {"error": "DeviceError", "text": f"the request was refused: {brief(error)}"}
         self._answer(status, [encode_json(text)], last=True)
         return False
+
+
+def require_whole_pages(operation: str, head: Head) -> None:
+    """Raise IntegrityError for a write that no device could make."""
+    if operation == WRITE and head.body_bytes % ALIGNMENT_BYTES:
+        raise IntegrityError(f"what is written is a multiple of {ALIGNMENT_BYTES} bytes")
 
 
 class _NoSuchDisk(DeviceError):

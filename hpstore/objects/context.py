@@ -306,9 +306,10 @@ class PoolContext:
                 )
         return counter
 
-    def _note_mark(self, device_id: str, device: Device) -> None:
+    def note_mark(self, device_id: str, mark: Callable[[], int]) -> None:
+        """Remember what a device's mark is, as a put looks at it."""
         try:
-            self._marks[device_id] = device.counter(MARK, self.pool_key)
+            self._marks[device_id] = mark()
         except IntegrityError:  # the others have it; it is written again with the next raise
             self.metrics.count("mark_damaged_total")
 
@@ -335,7 +336,10 @@ class PoolContext:
         Raises DeviceMissing when the record is gone: the device was wiped underneath, and what it
         does not show is unknown, not absent.
         """
-        stamp = device.stamp(POOL_FILE)
+        return self.generation_of(device_id, device, device.stamp(POOL_FILE))
+
+    def generation_of(self, device_id: str, device: Device, stamp: Stamp | None) -> int:
+        """The same of a device whose record has this stamp now."""
         if stamp is None:
             raise DeviceMissing(
                 f"device {device.url} lost its {POOL_FILE}: wiped or unmounted", device=device_id
@@ -398,7 +402,7 @@ class PoolContext:
         """Its space, when a device takes new columns. Looks at its mark, too (new_version)."""
         if device_id in self.refusing and self.probe(device_id, device) is not None:
             return None
-        self._note_mark(device_id, device)
+        self.note_mark(device_id, lambda: device.counter(MARK, self.pool_key))
         return device.usage()
 
     def offers(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from hpstore.devices.base import DEBTS, Device, Usage
 from hpstore.errors import HpstoreError
+from hpstore.format.disk_looks import DiskLook
 from hpstore.format.geometry import Code, Geometry
 from hpstore.format.keys import (
     ColumnName,
@@ -22,7 +23,9 @@ from hpstore.format.keys import (
 )
 from hpstore.format.records import Debt
 from hpstore.objects.context import PoolContext, View
+from hpstore.objects.shared_looks import Looking, look_at_devices, note_offer
 from hpstore.objects.tombstones import is_blank
+from hpstore.runtime.deadline_wait import Patience
 
 BRIEF_KEYS = 4  # are listed on a device in less time than a thread takes to wake up
 SURVEY_TRIES = 4  # membership changes in a row while one key is looked up
@@ -379,8 +382,25 @@ def _survey_once(
                 offered[device_id] = store.offer(device_id, device)
         return generation, found
 
-    brief = "look" if len(keys) <= BRIEF_KEYS else ""
-    results = store.each(store.view.devices, look, patience=patience, brief=brief)
+    def seen(device_id: str, device: Device, look: DiskLook) -> tuple[int, list[list[ColumnFile]]]:
+        generation = store.generation_of(device_id, device, look.stamp)
+        if offers:
+            with contextlib.suppress(HpstoreError, OSError):
+                offered[device_id] = note_offer(store, device_id, device, look)
+        return generation, [_column_files(device_id, names) for names in look.listings]
+
+    results = look_at_devices(
+        store,
+        store.view.devices,
+        Looking(
+            alone=look,
+            seen=seen,
+            paths=lambda device: [object_directory(k, folding=device.folds_names) for k in keys],
+            usage=offers,
+        ),
+        patience=None if patience is None else Patience(patience, store.shows_without),
+        brief="look" if len(keys) <= BRIEF_KEYS else "",
+    )
     answers = [r for r in results.values() if not isinstance(r, Exception)]
     silent = {d for d, found in results.items() if isinstance(found, Exception)}
     unknown = frozenset(silent) | store.view.missing
@@ -430,7 +450,11 @@ def make_survey(
 def list_object(device_id: str, device: Device, key: str) -> list[ColumnFile]:
     """Files of a key on one device."""
     directory = object_directory(key, folding=device.folds_names)
-    names = (parse_column_name(e.name) for e in device.entries(directory) if not e.is_directory)
+    return _column_files(device_id, device.entries(directory))
+
+
+def _column_files(device_id: str, entries: Iterable[tuple[str, bool]]) -> list[ColumnFile]:
+    names = (parse_column_name(name) for name, is_directory in entries if not is_directory)
     return [ColumnFile(device_id, name) for name in names if name is not None]
 
 

@@ -26,6 +26,7 @@ class RigHost:
     tls: str = "plain"
     certificates: str = ""
     port: int = 0
+    registers: Path | None = None
     process: ForkServerProcess | None = field(default=None, repr=False)
 
     def start(self) -> None:
@@ -34,7 +35,7 @@ class RigHost:
         disks = list(map(str, self.disks))
         self.process = processes.Process(
             target=serve.run,
-            args=(theirs, self.port, self.tls, self.certificates, disks),
+            args=(theirs, self.port, self.tls, self.certificates, disks, self.registers),
             daemon=True,
         )
         self.process.start()
@@ -66,7 +67,7 @@ def rig(base: Path, hosts: int, disks: int) -> Iterator[list[RigHost]]:
         places = [base / f"{name}{i}" for i in range(disks)]
         for place in places:
             place.mkdir()
-        made.append(RigHost(name, places))
+        made.append(RigHost(name, places, registers=base / f"registers-{name}"))
     try:
         for host in made:
             host.start()

@@ -131,19 +131,35 @@ WRONG: dict[str, bytes] = {
     "an operation that is none": call("__class__"),
     "an argument too many": call("usage", path="objects/a"),
     "an argument too few": call("stamp"),
-    "a size of no number": call("create", handle="0" * 16, nbytes="1e9", vital=False),
-    "a size that is a flag": call("create", handle="0" * 16, nbytes=True, vital=False),
-    "a negative size": call("create", handle="0" * 16, nbytes=-1, vital=False),
+    "a size of no number": call("create", handle="0" * 32, nbytes="1e9", vital=False),
+    "a size that is a flag": call("create", handle="0" * 32, nbytes=True, vital=False),
+    "a negative size": call("create", handle="0" * 32, nbytes=-1, vital=False),
     "a handle that is none": call("sync", handle="x"),
-    "a write that is not aligned": call("write", handle="0" * 16, offset=0, body=b"x" * 100),
+    "a write that is not aligned": call("write", handle="0" * 32, offset=0, body=b"x" * 100),
     "a counter that is none": call("counter_sector", name="pool.json"),
     "a sector that is none": call(
         "swap_counter_sector", name="mark.json", expected_bytes=0, body=b"x" * 512
     ),
     "too many directories": call("listings", body=json.dumps(["objects"] * 2000).encode()),
+    "a look at no disk": call("look", usage=False, body=b"[]"),
+    "a look at a disk twice": call("look", usage=False, body=b"[[0,[]],[0,[]]]"),
+    "a look at a disk of minus one": call("look", usage=False, body=b"[[-1,[]]]"),
+    "a look at too many directories": call(
+        "look", usage=False, body=json.dumps([[0, ["objects"] * 2000]]).encode()
+    ),
+    "a file of no whole pages": call(
+        "new_file", handle="0" * 32, vital=False, sync=True, body=b"x" * 100
+    ),
+    "a file of nothing": call("new_file", handle="0" * 32, vital=False, sync=True),
+    "a file that is too large for one request": call(
+        "new_file", handle="0" * 32, vital=False, sync=True, body=bytes(513 << 10)
+    ),
+    "more ahead than there may be": call(
+        "open", handle="0" * 32, path="objects/a/@1", ahead=1 << 20
+    ),
     "a name into tmp": call("delete", path="tmp/x"),
     "a commit beside objects": call(
-        "commit", handle="0" * 16, path="debts/x", guarded=False, record=None
+        "commit", handle="0" * 32, path="debts/x", guarded=False, record=None
     ),
 }
 PATHS = (
@@ -183,10 +199,10 @@ def test_what_is_no_request_is_refused(service: HostService, what: str) -> None:
 def test_a_path_stays_below_the_disk(service: HostService, path: str, tmp_path: Path) -> None:
     """Every operation that takes one refuses another form; nothing is made or removed."""
     before = sorted(str(p) for p in tmp_path.rglob("*"))
-    handle = "0" * 16
+    handle = "0" * 32
     for request in (
         call("stamp", path=path),
-        call("open", handle=handle, path=path),
+        call("open", handle=handle, path=path, ahead=0),
         call("read_small", path=path, most=100),
         call("write_small", path=path, body=b"x"),
         call("delete", path=path),
@@ -196,6 +212,11 @@ def test_a_path_stays_below_the_disk(service: HostService, path: str, tmp_path: 
         call("commit", handle=handle, path=path, guarded=False, record=None),
         call(
             "listings", body=json.dumps([path if path not in ("", "objects") else "x/y"]).encode()
+        ),
+        call(
+            "look",
+            usage=False,
+            body=json.dumps([[0, [path if path not in ("", "objects") else "x/y"]]]).encode(),
         ),
     ):
         with connect(service) as sock:
@@ -287,7 +308,7 @@ def test_what_a_process_held_is_given_up_with_its_last_connection(
     that is idle stays while the session holds something."""
     host, port = service.address
     device = HostDevice(f"hpd://{host}:{port}/0", seconds=5.0)
-    store(device, "objects/a/@1", pattern(PAGE))
+    store(device, "objects/a/@1", pattern(64 * PAGE))
     writer, reader = device.create(PAGE), device.open("objects/a/@1")
     writer.write(0, [pattern(PAGE)])
     assert held(service) == 2
@@ -298,13 +319,13 @@ def test_what_a_process_held_is_given_up_with_its_last_connection(
     assert until(lambda: held(service) == 0)
     assert os.listdir(tmp_path / "d0/tmp") == []
     target = pattern(PAGE, 1)
-    reader.read_into(0, target)  # opened again: it is the same file
-    assert target.tobytes() == pattern(PAGE).tobytes()
-    store(device, "objects/a/@1", pattern(PAGE, 2))
+    reader.read_into(PAGE, target)  # opened again: it is the same file
+    assert target.tobytes() == pattern(64 * PAGE)[PAGE : 2 * PAGE].tobytes()
+    store(device, "objects/a/@1", pattern(64 * PAGE, 2))
     device.close()
     assert until(lambda: held(service) == 0)
     with pytest.raises(DeviceError, match="not the file any more"):
-        reader.read_into(0, target)
+        reader.read_into(PAGE, target)
     with pytest.raises(DeviceError, match="no such handle"):
         writer.sync()
 
@@ -318,7 +339,7 @@ def test_an_idle_connection_that_holds_nothing_is_closed(service: HostService) -
 
 def test_handles_belong_to_their_session_and_disk(service: HostService) -> None:
     """Those of another process are unknown, and there is a limit on all together."""
-    handle, other = "1" * 16, RIGHT.replace(SESSION.encode(), b"f" * 32)
+    handle, other = "1" * 32, RIGHT.replace(SESSION.encode(), b"f" * 32)
     with connect(service) as sock, connect(service) as stranger:
         sock.sendall(call("create", handle=handle, nbytes=PAGE, vital=False))
         assert answer(sock)[0] == 200
@@ -330,13 +351,13 @@ def test_handles_belong_to_their_session_and_disk(service: HostService) -> None:
                 assert answer(third)[0] == 410
         sock.sendall(call("create", handle=handle, nbytes=PAGE, vital=False))
         assert b"in use" in answer(sock)[1]
-        sock.sendall(call("create", handle="2" * 16, nbytes=PAGE, vital=False))
+        sock.sendall(call("create", handle="2" * 32, nbytes=PAGE, vital=False))
         assert answer(sock)[0] == 200
-        sock.sendall(call("create", handle="3" * 16, nbytes=PAGE, vital=False))
+        sock.sendall(call("create", handle="3" * 32, nbytes=PAGE, vital=False))
         assert answer(sock)[0] == 200
         stranger.sendall(other.replace(b"usage", b"hello"))
         assert answer(stranger)[0] == 200
-        sock.sendall(call("create", handle="4" * 16, nbytes=PAGE, vital=False))
+        sock.sendall(call("create", handle="4" * 32, nbytes=PAGE, vital=False))
         assert b"limit of this service" in answer(sock)[1]
         sock.sendall(call("read", handle=handle, offset=0, nbytes=PAGE, whole=False))
         assert b"not of what the call is for" in answer(sock)[1]
@@ -369,7 +390,7 @@ def test_an_error_within_a_body_leaves_the_connection_in_step(service: HostServi
     """What is sent to a handle that is gone is received and thrown away; the next call is read from
     its beginning."""
     with connect(service) as sock:
-        sock.sendall(call("write", handle="9" * 16, offset=0, body=RIGHT.ljust(64 * PAGE)))
+        sock.sendall(call("write", handle="9" * 32, offset=0, body=RIGHT.ljust(64 * PAGE)))
         assert answer(sock)[0] == 410
         sock.sendall(RIGHT)
         assert answer(sock)[0] == 200
@@ -394,7 +415,7 @@ def test_a_forked_child_is_another_process(service: HostService) -> None:
     again, and does not keep the parent's session alive."""
     host, port = service.address
     device = HostDevice(f"hpd://{host}:{port}/0", seconds=5.0)
-    store(device, "objects/a/@1", pattern(PAGE))
+    store(device, "objects/a/@1", pattern(64 * PAGE))
     reader = device.open("objects/a/@1")
     here, there = os.pipe(), os.pipe()
     pid = os.fork()
@@ -403,8 +424,8 @@ def test_a_forked_child_is_another_process(service: HostService) -> None:
         status = 1
         with contextlib.suppress(BaseException):
             target = pattern(PAGE, 1)
-            reader.read_into(0, target)
-            status = int(target.tobytes() != pattern(PAGE).tobytes())
+            reader.read_into(PAGE, target)
+            status = int(target.tobytes() != pattern(64 * PAGE)[PAGE : 2 * PAGE].tobytes())
             os.write(here[1], b"x")
             os.read(there[0], 1)  # it lives on
         os._exit(status)
@@ -412,8 +433,8 @@ def test_a_forked_child_is_another_process(service: HostService) -> None:
         assert os.read(here[0], 1) == b"x"
         assert held(service) == 2  # the parent's, and its own
         target = pattern(PAGE, 2)
-        reader.read_into(0, target)
-        assert target.tobytes() == pattern(PAGE).tobytes()
+        reader.read_into(PAGE, target)
+        assert target.tobytes() == pattern(64 * PAGE)[PAGE : 2 * PAGE].tobytes()
         device.close()
         assert until(lambda: held(service) == 1)  # its copies of the connections are closed
         os.write(there[1], b"x")

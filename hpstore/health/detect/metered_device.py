@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import BLAMELESS, READABLE, Device, DirectoryEntry, ReadHandle
+from hpstore.devices.host_disks import HostDisk, ReadAhead, host_disk
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
 from hpstore.errors import ReadAbandoned
 from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
@@ -88,6 +89,12 @@ class MeteredDevice(DeviceWrapper):
         super().__init__(inner)
         self.meter = meter
 
+    @property
+    def host_disk(self) -> HostDisk | None:
+        """The disk of another host that is measured here, if it is one: looks at several of a host
+        are not."""
+        return host_disk(self.inner)
+
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         return self.meter.call(OPERATIONS.get(operation, _META), nbytes, call)
 
@@ -103,6 +110,9 @@ class _Reader(WrappedReader):
 
     def read_into(self, offset: int, target: Bytes) -> None:
         inner = self._inner
+        if isinstance(inner, ReadAhead) and inner.holds(offset, len(target)):
+            inner.read_into(offset, target)  # no read of the device: it came when that was opened
+            return
         self._device.meter.call(_READ, len(target), lambda: inner.read_into(offset, target))
 
     @property

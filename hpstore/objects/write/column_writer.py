@@ -17,11 +17,13 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, WriteHandle
 from hpstore.devices.horizon_guard import HorizonGuard, HorizonPassed, RecordReplaced
+from hpstore.devices.host_disks import host_disk, make_file
 from hpstore.errors import DeviceError, DeviceTimeout, HpstoreError
 from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
 from hpstore.format.keys import Kind, NameTags, Version
 from hpstore.format.pool_key import PoolKey
 from hpstore.objects.context import PoolContext
+from hpstore.objects.shared_looks import Looking, look_at_devices
 from hpstore.objects.survey import ColumnFile, path_on
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.deadline_wait import QUICK_SECONDS, Patience, wait_awake
@@ -81,17 +83,24 @@ class ColumnWriter:
 
     def write_whole(self, buffers: Sequence[Bytes]) -> None:
         """Make the file with all its bytes, durable; it has no name yet. `table` is complete."""
-        self.fill(buffers)
-        self.sync()
+        if self.failed is None:
+            self._make(buffers, sync=True)
+            self.sealed = True
 
     def fill(self, buffers: Sequence[Bytes]) -> None:
         """As write_whole; sync() makes the bytes durable."""
-        if self.failed is not None:
-            return
-        self.create()
-        assert self._handle is not None
+        if self.failed is None:
+            self._make(buffers, sync=False)
+
+    def _make(self, buffers: Sequence[Bytes], *, sync: bool) -> None:
         page, tail = self._ends()
-        self._handle.write(0, [page, *buffers, tail])
+        self._handle = make_file(
+            self.device,
+            self.header.file_bytes,
+            [page, *buffers, tail],
+            vital=self.header.kind is Kind.TOMBSTONE,
+            sync=sync,
+        )
 
     def sync(self) -> None:
         """Make all bytes durable that fill() has written."""
@@ -303,10 +312,11 @@ class ColumnSet:
     def name_one(self, column: ColumnWriter, name: Callable[[HorizonGuard], None]) -> None:
         """Give a sealed column its name by `name`, on the lane of its device. Not when it comes too
         late: then abandon() drops the file. Raises MembershipMoved, HorizonPassed."""
-        for _ in range(_RECORD_TRIES):
+        for turn in range(_RECORD_TRIES):
             if self._late(column):
                 return
-            self.check_generation(column)
+            if turn or not self._compared_there(column):
+                self.check_generation(column)
             with self._lock:
                 late = self._decided or column.failed is not None
                 column.begun = not late
@@ -326,6 +336,12 @@ class ColumnSet:
             device=column.device_id,
         )
 
+    def _compared_there(self, column: ColumnWriter) -> bool:
+        """Whether the device compares the membership that was seen in one step with the rename, so
+        that a look before would be a round trip more and say no more (PROTOCOL 4)."""
+        stamp = self._store.record_stamp(column.device_id, self._generation)
+        return host_disk(column.device) is not None and stamp is not None
+
     def _guard(self, column: ColumnWriter) -> HorizonGuard:
         """What a device compares before the file has its name."""
         horizons = self._horizons
@@ -342,7 +358,9 @@ class ColumnSet:
 
     def check_generation(self, column: ColumnWriter) -> None:
         """PROTOCOL 4: a device that knows a newer membership stops the write."""
-        found = self._store.generation_on(column.device_id, column.device)
+        self._require_generation(self._store.generation_on(column.device_id, column.device))
+
+    def _require_generation(self, found: int) -> None:
         if found > self._generation:
             raise MembershipMoved(f"membership moved from {self._generation} to {found}")
 
@@ -353,9 +371,16 @@ class ColumnSet:
         spare = Patience(
             settings.straggler_seconds, lambda silent: len(columns) - len(silent) >= self._floor
         )
-        answers = self._store.scheduler.gather(
-            {d: partial(self.check_generation, column) for d, column in columns.items()},
-            settings.device_deadline_seconds,
+        answers = look_at_devices(
+            self._store,
+            {d: column.device for d, column in columns.items()},
+            Looking(
+                alone=lambda d, _: self.check_generation(columns[d]),
+                seen=lambda d, device, look: self._require_generation(
+                    self._store.generation_of(d, device, look.stamp)
+                ),
+                paths=lambda _: (),
+            ),
             patience=spare,
             brief="generation",
             ask_late=True,
