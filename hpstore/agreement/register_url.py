@@ -4,6 +4,7 @@ devices                                 the pool's own devices (the default)
 etcd://HOST:PORT,HOST:PORT/PREFIX       etcd, several endpoints of one cluster
 etcds://HOST:PORT,HOST:PORT/PREFIX      the same over TLS
 s3://BUCKET/PREFIX?endpoint=URL         an object store with conditional writes
+host://HOST:PORT                        the service of one host, which keeps them in a file
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 from hpstore.errors import ConfigError
+from hpstore.format.host_calls import DEFAULT_PORT
 
 DEVICES = "devices"
 _ETCD_PORT = 2379
@@ -21,7 +23,10 @@ _URL_CHARACTERS_MOST = 2048
 _PART = re.compile(r"[A-Za-z0-9._/-]{0,200}")
 _HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\]")
 _BUCKET = re.compile(r"[A-Za-z0-9.-]{3,63}")
-_FORMS = "devices, etcd://HOST:PORT,.../PREFIX, etcds://... or s3://BUCKET/PREFIX?endpoint=URL"
+_FORMS = (
+    "devices, etcd://HOST:PORT,.../PREFIX, etcds://..., s3://BUCKET/PREFIX?endpoint=URL or "
+    "host://HOST:PORT"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +59,18 @@ class S3Url:
     region: str
 
 
-RegisterUrl = EtcdUrl | S3Url | None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostUrl:
+    """A host whose service keeps registers (`hpstore host serve --registers`)."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"host://{Endpoint(self.host, self.port)}"
+
+
+RegisterUrl = EtcdUrl | S3Url | HostUrl | None
 
 
 def parse_register_url(text: str) -> RegisterUrl:
@@ -71,6 +87,8 @@ def parse_register_url(text: str) -> RegisterUrl:
             return _etcd(split.netloc, split.path, split.query, tls=split.scheme == "etcds")
         if split.scheme == "s3":
             return _s3(split.netloc, split.path, split.query)
+        if split.scheme == "host":
+            return _host(split.netloc, split.path, split.query)
         raise ValueError("its beginning is unknown")
     except ValueError as error:
         raise ConfigError(
@@ -87,10 +105,17 @@ def _etcd(netloc: str, path: str, query: str, *, tls: bool) -> EtcdUrl:
     return EtcdUrl(endpoints=endpoints, prefix=_prefix(path) or "hpstore", tls=tls)
 
 
-def _endpoint(text: str) -> Endpoint:
+def _host(netloc: str, path: str, query: str) -> HostUrl:
+    if path.strip("/") or query:
+        raise ValueError("a host has no prefix and no options")
+    found = _endpoint(netloc, DEFAULT_PORT)
+    return HostUrl(host=found.host, port=found.port)
+
+
+def _endpoint(text: str, usual_port: int = _ETCD_PORT) -> Endpoint:
     host, colon, port = text.rpartition(":")
     if not colon or port.endswith("]"):
-        host, port = text, str(_ETCD_PORT)
+        host, port = text, str(usual_port)
     if not _HOST.fullmatch(host):
         raise ValueError(f"{text[:60]!r} is no HOST:PORT")
     if not port.isascii() or not port.isdigit() or len(port) > 5 or not 0 < int(port) < 65536:

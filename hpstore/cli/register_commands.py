@@ -20,7 +20,9 @@ registers = typer.Typer(
 
 Url = Annotated[
     str,
-    typer.Argument(help="devices, etcd://HOST:PORT,.../PREFIX, etcds://..., s3://BUCKET/PREFIX"),
+    typer.Argument(
+        help="devices, etcd://HOST:PORT,.../PREFIX, etcds://..., s3://BUCKET/PREFIX, host://HOST:PORT"
+    ),
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpstore.agreement.etcd_gateway import ClientCertificates, EtcdGateway
-from hpstore.agreement.register_url import DEVICES, EtcdUrl, parse_register_url
+from hpstore.agreement.register_url import DEVICES, EtcdUrl, HostUrl, parse_register_url
 from hpstore.agreement.s3_records import S3Records
 from hpstore.agreement.swap_registers import SwapRegisters
 from hpstore.agreement.swap_store import SwapStore
@@ -31,9 +31,27 @@ def swap_store(store: PoolContext, place: RegisterPlace) -> SwapStore:
             private_key=settings.registers_key_file,
         )
         return EtcdGateway(url, prefix, tls)
+    if isinstance(url, HostUrl):
+        return _host_records(store, url, prefix)
     if url is None:
         raise ConfigError(f"{place.url} is not outside of the devices")
     return S3Records(url, prefix)
+
+
+def _host_records(store: PoolContext, url: HostUrl, prefix: str) -> SwapStore:
+    try:
+        from hpstore.agreement.host_records import HostRecords
+        from hpstore.devices.opener import host_security
+    except ImportError as error:
+        raise ConfigError(
+            f"registers at {url} need {error.name}: install hpstore[hosts]. Nothing was changed."
+        ) from error
+    return HostRecords(
+        url,
+        prefix,
+        seconds=store.settings.registers_deadline_seconds,
+        secure=host_security(store.settings),
+    )
 
 
 def outside_registers(store: PoolContext, place: RegisterPlace) -> SwapRegisters:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpstore.agreement.etcd_gateway import ClientCertificates, EtcdGateway
-from hpstore.agreement.register_url import EtcdUrl, S3Url, parse_register_url
+from hpstore.agreement.register_url import EtcdUrl, HostUrl, S3Url, parse_register_url
 from hpstore.agreement.registers import LocalRegisters, Registers
 from hpstore.agreement.s3_records import S3Records
 from hpstore.agreement.swap_registers import SwapRegisters
 from hpstore.agreement.swap_store import SwapStore
+from hpstore.devices.local import LocalDevice
 from hpstore.membership.run_registers import RunRegisters
 from hpstore.runtime.clock import SystemClock
 from hpstore.testing.agreement_contract import AgreementContract
@@ -110,6 +112,38 @@ class TestEtcd(AgreementContract):
         turned = EtcdUrl(endpoints=parsed.endpoints[::-1], prefix=parsed.prefix, tls=False)
         name = request.node.name
         a, b = (over(EtcdGateway(one, name, ClientCertificates())) for one in (parsed, turned))
+        yield a, b
+        a.close()
+        b.close()
+
+
+class TestHost(AgreementContract):
+    """The service of a host, which keeps them in a file."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def url(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+        pytest.importorskip("httptools", reason="needs the extra hosts")
+        from hpstore.hosts.host_service import HostService
+        from hpstore.hosts.record_file import RecordFile
+
+        place = tmp_path_factory.mktemp("host")
+        (place / "disk").mkdir()
+        records = RecordFile(place / "registers")
+        with HostService("127.0.0.1", 0, records=records) as service:
+            service.export(LocalDevice(str(place / "disk")))
+            yield "host://{}:{}".format(*service.address)
+        records.close()
+
+    @pytest.fixture
+    def pair(self, url: str, request: pytest.FixtureRequest) -> Iterator[Pair]:
+        """Keys of its own for each test."""
+        from hpstore.agreement.host_records import HostRecords
+
+        parsed = parse_register_url(url)
+        assert isinstance(parsed, HostUrl)
+        prefix = f"{zlib.crc32(request.node.name.encode()):x}/0"
+        a, b = (over(HostRecords(parsed, prefix, seconds=10.0, secure=None)) for _ in range(2))
         yield a, b
         a.close()
         b.close()
