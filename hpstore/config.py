@@ -67,8 +67,8 @@ class Settings:
     direct: bool = setting(True, "O_DIRECT on local devices")
     tls: str = setting(
         "mutual",
-        'how disks of other hosts are reached: "mutual" TLS, or "plain" on a network that only '
-        "these hosts can reach",
+        'how disks of other hosts are reached: "mutual" TLS; on a network that only these hosts '
+        'can reach "control", TLS without bodies, or "plain"',
         advanced=True,
     )
     certificates: str = setting(
@@ -143,8 +143,10 @@ class Settings:
             raise ConfigError("setting hedge_percent must be from 0 to 100")
         if self.workers_per_device > 64 or self.compute_threads > 256:
             raise ConfigError("at most 64 workers_per_device and 256 compute_threads")
-        if self.tls not in ("mutual", "plain"):
-            raise ConfigError(f'setting tls must be "mutual" or "plain", not {self.tls!r}')
+        if self.tls not in ("mutual", "control", "plain"):
+            raise ConfigError(
+                f'setting tls must be "mutual", "control" or "plain", not {self.tls!r}'
+            )
         files = ("registers_ca_file", "registers_certificate_file", "registers_key_file")
         for name in ("run_directory", "state_directory", "certificates", *files):
             if (where := getattr(self, name)) and not os.path.isabs(where):
