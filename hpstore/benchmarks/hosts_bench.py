@@ -1,4 +1,5 @@
-"""A host's service beside raw TCP, over the loopback: gets and puts of 8 MiB, and small calls.
+"""A host's service beside raw TCP, over the loopback: gets and puts of 8 MiB, and small calls; then
+pools over hosts (host_pool_bench.py).
 
 Raw TCP sends a file with sendfile and receives into memory: what no server can do with less. The
 service reads and writes files of the given directory; put it into memory to see the path alone.
@@ -20,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from hpstore.benchmarks.harness.measure import Options, interleave, rates, ratio
+from hpstore.benchmarks.host_pool_bench import bench_host_pools
 from hpstore.config import Settings
 from hpstore.devices.host_device import HostDevice
 from hpstore.devices.local import LocalDevice
@@ -115,7 +117,12 @@ def bench_hosts(options: Options) -> dict[str, object]:
         for name, contenders in _paths(device, sock, count).items():
             found[name] = _measured(contenders, pids, count, options.repeats)
         found["call_us"] = _small_calls(device, local, options.repeats)
-        return found
+        options.keep(found)
+    with contextlib.ExitStack() as stack:
+        base = Path(options.directory or stack.enter_context(tempfile.TemporaryDirectory()))
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=base)))
+        bench_host_pools(place, options, found)
+    return found
 
 
 def _paths(
