@@ -315,15 +315,17 @@ class ColumnSet:
         for turn in range(_RECORD_TRIES):
             if self._late(column):
                 return
-            if turn or not self._compared_there(column):
+            guard = None if turn else self._compared_there(column)
+            if guard is None:
                 self.check_generation(column)
+                guard = self._guard(column)
             with self._lock:
                 late = self._decided or column.failed is not None
                 column.begun = not late
             if late:
                 return
             try:
-                name(self._guard(column))
+                name(guard)
             except (HorizonPassed, RecordReplaced) as error:
                 with self._lock:
                     column.begun = False  # it has no name
@@ -336,11 +338,12 @@ class ColumnSet:
             device=column.device_id,
         )
 
-    def _compared_there(self, column: ColumnWriter) -> bool:
-        """Whether the device compares the membership that was seen in one step with the rename, so
-        that a look before would be a round trip more and say no more (PROTOCOL 4)."""
-        stamp = self._store.record_stamp(column.device_id, self._generation)
-        return host_disk(column.device) is not None and stamp is not None
+    def _compared_there(self, column: ColumnWriter) -> HorizonGuard | None:
+        """What a device behind a service compares in one step with the rename, the membership that
+        was seen included: a look before would be a round trip more and say no more (PROTOCOL 4).
+        None where it has to be looked at: other devices, and a membership that was not seen."""
+        guard = self._guard(column) if host_disk(column.device) is not None else None
+        return guard if guard is not None and guard.record is not None else None
 
     def _guard(self, column: ColumnWriter) -> HorizonGuard:
         """What a device compares before the file has its name."""
