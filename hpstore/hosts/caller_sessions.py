@@ -106,7 +106,8 @@ class CallerSessions:
     def use(self, key: tuple[str, str], handle: str, disk: int) -> Iterator[object]:
         """What a handle stands for, which is not given up inside. Raises UnknownHandle."""
         with self._lock:
-            held = self._sessions[key].handles.get(handle)
+            session = self._sessions.get(key)  # gone, where a handle alone was shown
+            held = None if session is None else session.handles.get(handle)
             if held is None or held.disk != disk:
                 raise UnknownHandle(
                     "no such handle: the service was restarted, or had lost the process it was for"

@@ -20,6 +20,7 @@ from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError, DeviceDenied, DeviceError, DeviceMissing
 from hpstore.format.host_calls import Json
 from hpstore.hosts.admission import admit_certified
+from hpstore.hosts.caller_sessions import CallerSessions, HeldFile, UnknownHandle
 from hpstore.hosts.certificates import make_caller, make_host
 from hpstore.hosts.device_calls import CallerRole
 from hpstore.hosts.host_service import HostService
@@ -179,6 +180,21 @@ def test_a_session_that_ends_takes_its_handles_from_the_port_for_bodies(
     assert status == 410
     other.close()
     device.close()
+
+
+def test_a_handle_whose_session_ends_between_two_looks_is_unknown() -> None:
+    """On the port for bodies no connection keeps the session."""
+    sessions, key = CallerSessions(4), ("who", "0" * 32)
+    sessions.join(key)
+    sessions.keep(key, "a" * 32, HeldFile("item", 0, lambda: None))
+    assert sessions.holder("a" * 32, 0) == key
+    with pytest.raises(UnknownHandle):
+        sessions.holder("a" * 32, 1)
+    sessions.leave(key)
+    with pytest.raises(UnknownHandle), sessions.use(key, "a" * 32, 0):
+        pass
+    with pytest.raises(UnknownHandle):
+        sessions.holder("a" * 32, 0)
 
 
 def test_roles_hold_for_control_and_a_service_without_the_port_is_refused(
