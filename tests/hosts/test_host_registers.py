@@ -189,7 +189,7 @@ def test_while_that_host_is_stopped_conditional_puts_and_changes_are_refused_and
             for _ in range(2):
                 with pytest.raises(RegistersUnavailable, match="Nothing was changed"):
                     pool.put("new", b"x", if_absent=True)
-            with pytest.raises((RegistersUnavailable, MembershipError), match="not answer"):
+            with pytest.raises((RegistersUnavailable, MembershipError)):
                 pool.evict(hosts[0].urls()[0])
             pool.put("plain", b"x")
             assert bytes(pool.get("k")) == b"x"
