@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test check simulate test-fault kill-loop soak fuzz test-kernels bench format clean
+.PHONY: demo hosts-demo test check simulate test-fault kill-loop soak fuzz test-kernels bench format clean
 
 $(READY): pyproject.toml setup.py hpstore/loaders/batching/streaming_copy.c $(wildcard hpstore/loaders/policy/*.[ch]) constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -14,6 +14,10 @@ $(READY): pyproject.toml setup.py hpstore/loaders/batching/streaming_copy.c $(wi
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+# root: three hosts in network namespaces, etcd; each host fails in turn (docs/hosts.md)
+hosts-demo: $(READY)
+	$(BIN)/python examples/hosts_demo.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
@@ -27,9 +31,9 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q -n 2 tests/unit tests/property tests/contract
 
-# everything in tests/fault; as root it breaks real devices, and writes build/faults.md
+# everything in tests/fault and tests/hosts; as root it breaks real devices, and writes build/faults.md
 test-fault: $(READY)
-	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/fault
+	HYPOTHESIS_PROFILE=ci HPSTORE_LONG_TESTS=1 $(BIN)/python -m pytest -o faulthandler_timeout=900 tests/fault tests/hosts
 
 # SIGKILL of trainer, agent, rebuild, scrub and ingest, so often (docs/faults.md)
 kill-loop: $(READY)

@@ -1,4 +1,4 @@
-"""A cluster of etcd on loopback ports, with members that can be killed, stopped and lose data.
+"""A cluster of etcd, with members that can be killed, stopped and lose data.
 
 For tests. Needs the programs `etcd` of the machine (Debian: etcd-server).
 """
@@ -14,6 +14,7 @@ import socket
 import ssl
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any  # what JSON holds
@@ -35,15 +36,27 @@ def free_ports(count: int) -> list[int]:
 class EtcdCluster:
     """Members in a directory. One thread at a time; `close` ends all.
 
-    An election takes half a second. `certificates`: a directory with ca.crt, server.crt,
-    server.key, client.crt and client.key; members then take no clients without a certificate of
-    that authority.
+    They are on ports of loopback, or on etcd's own at `addresses`; `command` makes of a member's
+    number and command line the one that runs it, such as in a namespace of its own. An election
+    takes half a second. `certificates`: a directory with ca.crt, server.crt, server.key,
+    client.crt and client.key; members then take no clients without a certificate of that authority.
     """
 
-    def __init__(self, directory: Path, members: int = 3, certificates: Path | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        members: int = 3,
+        certificates: Path | None = None,
+        *,
+        addresses: Sequence[str] = (),
+        command: Callable[[int, list[str]], list[str]] = lambda _, words: words,
+    ) -> None:
         self.directory, self._certificates = directory, certificates
-        ports = free_ports(2 * members)
-        self.ports, self._peers = ports[:members], ports[members:]
+        self._command = command
+        self._hosts = list(addresses) or ["127.0.0.1"] * members
+        members = len(self._hosts)
+        ports = [2379, 2380] * members if addresses else free_ports(2 * members)
+        self.ports, self._peers = ports[::2], ports[1::2]
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         for number in range(members):
             self.start(number)
@@ -53,14 +66,18 @@ class EtcdCluster:
     def url(self) -> str:
         """For `hpstore registers set`."""
         scheme = "etcd://" if self._certificates is None else "etcds://"
-        return scheme + ",".join(f"127.0.0.1:{port}" for port in self.ports)
+        return scheme + ",".join(map(self._address, range(len(self.ports))))
+
+    def _address(self, number: int) -> str:
+        return f"{self._hosts[number]}:{self.ports[number]}"
 
     def start(self, number: int) -> None:
         """Start a member that does not run."""
-        name, peer = f"m{number}", f"http://127.0.0.1:{self._peers[number]}"
+        peers = [f"http://{at}:{port}" for at, port in zip(self._hosts, self._peers, strict=True)]
+        name, peer = f"m{number}", peers[number]
         scheme = "http" if self._certificates is None else "https"
-        client = f"{scheme}://127.0.0.1:{self.ports[number]}"
-        cluster = ",".join(f"m{n}=http://127.0.0.1:{port}" for n, port in enumerate(self._peers))
+        client = f"{scheme}://{self._address(number)}"
+        cluster = ",".join(f"m{n}={url}" for n, url in enumerate(peers))
         log = (self.directory / f"{name}.log").open("ab")
         arguments = {
             "name": name,
@@ -83,8 +100,9 @@ class EtcdCluster:
                 "client-cert-auth": "true",
             }
         with log:
+            words = ["etcd", *(f"--{key}={value}" for key, value in arguments.items())]
             self._processes[number] = subprocess.Popen(
-                ["etcd", *(f"--{key}={value}" for key, value in arguments.items())],
+                self._command(number, words),
                 stdout=log,
                 stderr=log,
                 env={**os.environ, "ETCD_UNSUPPORTED_ARCH": "arm64"},
@@ -96,6 +114,10 @@ class EtcdCluster:
         process.send_signal(signal.SIGCONT)
         process.kill()
         process.wait()
+
+    def running(self, number: int) -> bool:
+        """Whether a member was started and not killed since."""
+        return number in self._processes
 
     def stop(self, number: int) -> None:
         """SIGSTOP a member: its connections stay, nothing is answered."""
@@ -136,14 +158,14 @@ class EtcdCluster:
             time.sleep(0.05)
 
     def _ask(self, number: int, path: str) -> dict[str, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.ports[number], timeout=2.0)
+        connection = http.client.HTTPConnection(self._address(number), timeout=2.0)
         if self._certificates is not None:
             context = ssl.create_default_context(cafile=str(self._certificates / "ca.crt"))
             context.load_cert_chain(
                 self._certificates / "client.crt", self._certificates / "client.key"
             )
             connection = http.client.HTTPSConnection(
-                "127.0.0.1", self.ports[number], timeout=2.0, context=context
+                self._address(number), timeout=2.0, context=context
             )
         try:
             connection.request("POST", path, json.dumps({"key": "YQ=="} if "range" in path else {}))
