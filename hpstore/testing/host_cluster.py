@@ -32,6 +32,11 @@ _FAKETIME = (
     "/usr/lib*/faketime/libfaketimeMT.so.1",
     "/usr/local/lib/faketime/libfaketimeMT.so.1",
 )
+# libfaketime 0.9.10 lets clock_nanosleep, which time.sleep is, fail with EINVAL
+_SLEEPS = """
+import select, time
+time.sleep = lambda seconds: select.select([], [], [], seconds) and None
+"""
 
 
 def cluster_problem(*, etcd: bool = False, clocks: bool = False, tls: bool = False) -> str | None:
@@ -178,14 +183,7 @@ class HostCluster(Closing):
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host, with its clock and its temporary directory. `env` is added."""
         host = self.hosts[name]
-        shifted = {}
-        if host.clock_seconds:
-            shifted = {
-                "LD_PRELOAD": _faketime() or "",
-                "FAKETIME": f"{host.clock_seconds:+d}",
-                "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-                "NO_FAKE_STAT": "1",
-            }
+        shifted = self._shifted(host.clock_seconds) if host.clock_seconds else {}
         return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
             self.network.command(name, words),
             env={**os.environ, "TMPDIR": str(host.home / "tmp"), **shifted, **(env or {})},
@@ -193,6 +191,20 @@ class HostCluster(Closing):
             stdout=stdout,
             stderr=stderr,
         )
+
+    def _shifted(self, seconds: int) -> dict[str, str]:
+        """What makes the wall clock of a process, and no other clock, be ahead."""
+        repaired = self.directory / "repaired"
+        repaired.mkdir(exist_ok=True)
+        (repaired / "sitecustomize.py").write_text(_SLEEPS, encoding="utf-8")
+        others = os.environ.get("PYTHONPATH", "")
+        return {
+            "LD_PRELOAD": _faketime() or "",
+            "FAKETIME": f"{seconds:+d}",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "NO_FAKE_STAT": "1",
+            "PYTHONPATH": f"{repaired}{os.pathsep}{others}" if others else str(repaired),
+        }
 
     def kill(self, name: str) -> None:
         """SIGKILL all that runs on a host; on return nothing does."""
