@@ -28,7 +28,7 @@ from tests.hosts.clusters import cluster_or_skip, short
 from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(600)]
-LIMIT = 120.0  # seconds; what hangs is found, what is slow is not judged
+LIMIT = 240.0  # seconds; what hangs is found, what is slow is not judged
 SAMPLES = 64
 Errors = tuple[type[HpstoreError], ...]
 
@@ -91,6 +91,13 @@ class Work:
             loader.close()
         assert sorted(found[:, 0].tolist()) == list(range(SAMPLES))
         assert (found == found[:, :1]).all()
+
+    def forget(self) -> None:
+        """Delete what this fault has added: beside a host that hangs a rebuild waits a deadline an
+        object."""
+        for key in [key for key in self.acknowledged if key.startswith(("new/", "once/"))]:
+            self.pool.delete(key)
+            del self.acknowledged[key]
 
     def rebuild(self) -> None:
         """All that can be made up for; nothing that was acknowledged is unreadable."""
@@ -256,6 +263,7 @@ def test_what_goes_on_goes_on_and_nothing_is_lost(work: Work, fault: HostFault) 
         work.restore()
         work.cluster.start("c")
         work.rebuild()
+    work.forget()
 
 
 @pytest.mark.parametrize("host", ["b", "c"])
