@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +27,7 @@ from hpstore.runtime.threads import start_thread
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = (0.01, 0.25)
 _BEATS = 5  # renewals within the time after which a hold may be taken over
+_ENDED_KEPT = 64  # holds of this process that may not have been given back
 _GO_ON = (REPAIR, WAITING)  # what goes on without registers
 
 
@@ -73,9 +75,10 @@ class RecordHolds:
             hold_seconds,
             metrics,
         )
-        self._lock = threading.Lock()  # guards _seen and _held
+        self._lock = threading.Lock()  # guards _seen, _held and _ended
         self._seen: dict[str, tuple[tuple[int, int], float]] = {}  # order of a hold, since when
         self._held: set[RecordHold] = set()
+        self._ended: deque[str] = deque(maxlen=_ENDED_KEPT)  # nonces
 
     def take(self, name: str, what: str, limit_seconds: float) -> RecordHold:
         """Wait for a hold. Raises LockTimeout, which names the holder, and RegistersUnavailable
@@ -117,10 +120,17 @@ class RecordHolds:
             if self._seen.get(name, ((-1, -1), 0.0))[0] != order:
                 self._seen[name] = (order, self.clock.monotonic())
 
-    def forget(self, held: RecordHold) -> None:
-        """It was given back, or lost."""
+    def forget(self, held: RecordHold, nonce: str) -> None:
+        """It is over here, whether or not that can be recorded."""
         with self._lock:
             self._held.discard(held)
+            self._ended.append(nonce)
+
+    def is_over(self, nonce: str) -> bool:
+        """Whether it was one of this process that has ended: its record may have stayed, where the
+        answer to taking or giving it back was lost."""
+        with self._lock:
+            return nonce in self._ended
 
     def after_fork(self) -> None:
         """What the parent holds is the parent's."""
@@ -148,6 +158,7 @@ class RecordHold:
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._taken = False
+        self._mine = True  # not the parent's, which goes on with it
 
     def _update(self, change: Callable[[HoldNote, Register], HoldNote | None]) -> Register:
         def decide(register: Register) -> bytes | None:
@@ -161,7 +172,8 @@ class RecordHold:
         it."""
 
         def take(note: HoldNote, register: Register) -> HoldNote | None:
-            if note.nonce not in ("", self._nonce) and register.order != over:
+            free = note.nonce in ("", self._nonce) or self._holds.is_over(note.nonce)
+            if not free and register.order != over:
                 return None
             return HoldNote(nonce=self._nonce, owner=self._owner, beat=note.beat + 1)
 
@@ -206,13 +218,13 @@ class RecordHold:
 
     def disown(self) -> None:
         """Neither renew nor release it."""
-        self._taken = False
+        self._taken = self._mine = False
         self._over.set()
 
     def release(self) -> None:
         """Give it back; others wait for a while if that fails."""
         self._over.set()
-        self._holds.forget(self)
+        self._holds.forget(self, self._nonce if self._mine else "")
         if self._thread is not None:
             self._thread.join(self._holds.hold_seconds)
         if not self._taken:

@@ -192,6 +192,26 @@ def test_who_lost_a_hold_is_told_so_and_gives_back_nothing() -> None:
                 pass
 
 
+def test_a_hold_that_could_not_be_given_back_is_in_the_way_of_others_alone() -> None:
+    """etcd was away as a rebuild ended: the next one of this process need not wait until the record
+    has stood still; another process does, and so does a child that was forked within it."""
+    shared, away = MemoryRecords(), [False]
+    a = process(shared, lambda operation: "down" if operation == "swap" and away[0] else "")
+    with a.hold(REPAIR, "rebuild"):
+        away[0] = True
+    away[0] = False
+    with (
+        pytest.raises(LockTimeout, match="rebuild"),
+        process(shared).hold(REPAIR, "theirs", deadline_seconds=0.0),
+    ):
+        pass
+    with a.hold(REPAIR, "the next", deadline_seconds=0.0) as held:
+        held.keep()
+        a._holds.after_fork()  # as in a child, which then leaves the parent's `with`
+    with pytest.raises(LockTimeout), a.hold(REPAIR, "a child", deadline_seconds=0.0):
+        pass
+
+
 def test_repairs_go_on_without_registers_and_changes_of_the_membership_do_not() -> None:
     """etcd is away: a rebuild is not held up by it."""
     a = process(MemoryRecords(), lambda _: "down")
