@@ -34,5 +34,5 @@ def short(*, deadline_seconds: float = 3.0) -> Settings:
         device_deadline_seconds=deadline_seconds,
         claim_seconds=0.5,
         registers_deadline_seconds=2.0,
-        lock_deadline_seconds=10.0,
+        lock_deadline_seconds=30.0,  # a hold that could not be given back is free after 15
     )

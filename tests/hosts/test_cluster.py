@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -78,13 +79,14 @@ def test_what_is_cut_loses_its_packets_and_nothing_else_does(network: HostNetwor
         return [reaches(network, name) for name in ("outside", "b", "c")]
 
     assert seen() == [True, True, True]
-    for cut, expected in (
+    cuts: list[tuple[Callable[[], None], list[bool]]] = [
         (lambda: network.cut("a", "b"), [True, False, True]),
         (lambda: network.cut("a", "b", one_way=True), [True, False, True]),
         (lambda: network.cut("a", "outside"), [False, True, True]),
         (lambda: network.cut("a"), [False, False, False]),
         (lambda: network.cut("b", "a", port=81, one_way=True), [True, True, True]),
-    ):
+    ]
+    for cut, expected in cuts:
         cut()
         assert seen() == expected
         network.heal()
@@ -144,9 +146,7 @@ def test_a_host_is_killed_whole_and_its_clock_is_its_own(tmp_path: Path) -> None
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, lack: str) -> None:
     """The skip says which program, and how it is had."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(
-        host_network.shutil, "which", lambda name: None if name == lack else f"/sbin/{name}"
-    )
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == lack else f"/sbin/{name}")
     problem = network_problem()
     assert problem is not None
     assert problem.startswith(f"needs {lack} (Debian: apt-get install ")

@@ -152,6 +152,11 @@ def heal(cluster: HostCluster) -> None:
     cluster.network.heal()
 
 
+def from_all(cluster: HostCluster) -> None:
+    for name in cluster.hosts:
+        cluster.network.cut("outside", name)
+
+
 def restart_with_clock(seconds: int) -> Callable[[HostCluster], None]:
     def restart(cluster: HostCluster) -> None:
         cluster.kill("b")
@@ -207,7 +212,7 @@ FAULTS = [
     HostFault("two hosts killed", kill("b", "c"), start("b", "c"), TOO_FEW),
     HostFault(
         "client cut off",
-        lambda c: [c.network.cut("outside", name) for name in c.hosts],
+        from_all,
         heal,
         TOO_FEW,
     ),
