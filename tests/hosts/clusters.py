@@ -33,6 +33,6 @@ def short(*, deadline_seconds: float = 3.0) -> Settings:
         memory_bytes=64 * MIB,
         device_deadline_seconds=deadline_seconds,
         claim_seconds=0.5,
-        registers_deadline_seconds=2.0,
+        registers_deadline_seconds=5.0,  # a member that is stopped takes two of them
         lock_deadline_seconds=30.0,  # a hold that could not be given back is free after 15
     )

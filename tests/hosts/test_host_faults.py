@@ -101,7 +101,9 @@ class Work:
 
     def rebuild(self) -> None:
         """All that can be made up for; nothing that was acknowledged is unreadable."""
-        assert not self.pool.rebuild().unreadable
+        found = self.pool.rebuild()
+        if found.unreadable or found.unlisted or not found.objects:
+            raise TooManyErasures(f"rebuild is not whole: {found}")
 
     def open(self) -> None:
         """The pool, by another process' ways."""
