@@ -102,7 +102,7 @@ class Work:
     def rebuild(self) -> None:
         """All that can be made up for; nothing that was acknowledged is unreadable."""
         found = self.pool.rebuild()
-        if found.unreadable or found.unlisted or not found.objects:
+        if found.unreadable or not found.objects:
             raise TooManyErasures(f"rebuild is not whole: {found}")
 
     def open(self) -> None:
