@@ -72,6 +72,12 @@ Keys = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Rate = Annotated[int | None, size_option("limit in bytes per second, such as 200MB")]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", help="address of a Ray cluster whose nodes do the work, auto or host:port"
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="without the usual safety checks")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="do it without a question")]
 AllowRootDisk = Annotated[

@@ -20,6 +20,7 @@ from hpstore.cli.options import (
     ParityUnits,
     PoolName,
     Rate,
+    Ray,
     SchemeText,
     size_option,
 )
@@ -30,9 +31,11 @@ from hpstore.cli.status_report import show_status, show_verdict
 from hpstore.errors import ConfigError, TooFewDevices
 from hpstore.maintenance.rebalance import SPREAD
 from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.maintenance.repair_runner import RepairRunner
 from hpstore.membership.agent_observations import read_status
 from hpstore.node_memory.kept_datasets import NodeMemory, kept_datasets
 from hpstore.node_memory.meeting_place import keeper_directory
+from hpstore.pool.pool import Pool
 from hpstore.pool.pool_names import VARIABLE, table_path
 from hpstore.runtime.local_messages import Lost
 from hpstore.units import MIB
@@ -208,6 +211,7 @@ def rebuild(
     everything: Annotated[
         bool, typer.Option("--all", help="put nothing off that retention will soon delete")
     ] = False,
+    ray: Ray = None,
     as_json: Json = False,
 ) -> None:
     """Bring every object back to its full parity.
@@ -215,11 +219,12 @@ def rebuild(
     hpstore rebuild pool.toml --rate 500MB
     """
     with hpstore.open(pool) as opened, progress_bar("rebuild") as bar:
-        report = opened.rebuild(
+        report = opened.admin.rebuild(
             progress=bar.objects,
             rate_bytes_per_second=rate,
             include_missing=include_missing,
             everything=everything,
+            repairs=_repairs(opened, ray),
         )
     _finish("rebuild", report, as_json)
 
@@ -229,6 +234,7 @@ def scrub(
     prefix: Annotated[str, typer.Option(help="only keys that begin so")] = "",
     rate: Rate = None,
     restart: Annotated[bool, typer.Option("--restart", help="from the beginning")] = False,
+    ray: Ray = None,
     as_json: Json = False,
 ) -> None:
     """Verify every block and repair what is damaged.
@@ -236,11 +242,12 @@ def scrub(
     hpstore scrub pool.toml --rate 200MB
     """
     with hpstore.open(pool) as opened, progress_bar("scrub") as bar:
-        report = opened.scrub(
+        report = opened.admin.scrub(
             prefix=prefix,
             progress=bar.objects,
             rate_bytes_per_second=rate,
             resume=not restart,
+            repairs=_repairs(opened, ray),
         )
     _finish("scrub", report, as_json)
 
@@ -265,6 +272,15 @@ def rebalance(
         emit_json(report.as_dict())
     else:
         show_rebalance(report)
+
+
+def _repairs(pool: Pool, address: str | None) -> RepairRunner | None:
+    """Tasks of the Ray cluster at `address`; None for this process."""
+    if address is None:
+        return None
+    from hpstore.interop.ray_repairs import RayRepairs  # takes seconds to import
+
+    return RayRepairs(pool, address=address)
 
 
 def _finish(what: str, report: RebuildReport, as_json: bool) -> None:

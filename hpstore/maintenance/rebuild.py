@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Protocol
 
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.format.keys import Kind
 from hpstore.maintenance.deferred_repair import Postponing, read_notes
 from hpstore.maintenance.repair_object import Repair, RepairAction, repair_object
+from hpstore.maintenance.repair_runner import Outcome, RepairJob, RepairRunner, RepairsHere
 from hpstore.maintenance.sweep import sweep_surveyed
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.key_listing import Catalog, walk
@@ -163,6 +165,13 @@ class RepairTally:
         else:
             self.objects += 1
 
+    def note(self, key: str, outcome: Outcome, *, deleted: bool) -> None:
+        """Count what became of a key."""
+        if isinstance(outcome, Repair):
+            self.add(outcome, deleted=deleted)
+        else:
+            self.fail(key, outcome)
+
     def fail(self, key: str, error: Exception) -> None:
         """Count an object that could not be healed."""
         self.objects += 1
@@ -229,6 +238,13 @@ def is_deleted(view: View, survey: Survey) -> bool:
     return layout is not None and layout.kind is Kind.TOMBSTONE
 
 
+def domains_of(view: View, catalog: Catalog, key: str) -> list[str]:
+    """Failure domains that hold columns of a key, those with the most first."""
+    domain = {member.device_id: member.domain for member in view.record.members}
+    held = Counter(domain[f.device] for f in catalog.surveys[key].files if f.device in domain)
+    return [name for name, _ in sorted(held.items(), key=lambda item: (-item[1], item[0]))]
+
+
 def put_last(keys: Sequence[str], late: Collection[str]) -> list[str]:
     """Keys in their order, but those of `late` after all others. Pure."""
     return [k for k in keys if k not in late] + [k for k in keys if k in late]
@@ -243,6 +259,7 @@ def rebuild_all(
     everything: bool = False,
     pace: WorkPace | None = None,
     may_sweep: Callable[[], bool] = lambda: True,
+    repairs: RepairRunner | None = None,
 ) -> RebuildReport:
     """Bring every object to its full stripe on the current membership. Resumable by running again.
 
@@ -250,7 +267,7 @@ def rebuild_all(
 
     What its owner soon deletes comes last, or is put off (deferred_repair.py) unless `everything`
     is wanted. With a `pace` the rate is not looked at. An object that cannot be read is reported
-    and left as it is.
+    and left as it is. `repairs`: who does the work, by default this thread.
     """
     tally, pace = RepairTally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store)
@@ -260,19 +277,35 @@ def rebuild_all(
     whole = catalog.surveys.keys() - set(keys)
     notes = read_notes(store, catalog) if keys and not everything else []
     tally.expiring = expiring = Postponing(store, notes, keys)
-    for number, key in enumerate(put_last(keys, expiring.late), 1):
-        if not pace.go_on():
-            tally.stopped = True
-            return tally.report()
-        if not expiring.puts_off(key, tally.bytes):
-            try:
-                repair = repair_object(store, key, throttle=pace, include_missing=include_missing)
-                tally.add(repair, deleted=is_deleted(store.view, catalog.surveys[key]))
-            except (HpstoreError, OSError) as error:
-                tally.fail(key, error)
-            expiring.healed(key)
+    ordered = put_last(keys, expiring.late)
+    number = {key: at for at, key in enumerate(ordered, 1)}
+
+    def told(key: str) -> None:
         if progress is not None:
-            progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
+            at = Progress(done=number[key], total=len(keys), bytes=tally.bytes, key=key)
+            progress(at)
+
+    def chosen() -> Iterator[str]:
+        for key in ordered:
+            if not pace.go_on():
+                tally.stopped = True
+                return
+            if not expiring.puts_off(key, tally.bytes):
+                yield key
+            else:
+                told(key)
+
+    job = RepairJob(
+        domains=partial(domains_of, store.view, catalog),
+        include_missing=include_missing,
+        rate_bytes_per_second=rate_bytes_per_second,
+    )
+    for key, outcome in (repairs or RepairsHere(store, pace))(chosen(), job):
+        tally.note(key, outcome, deleted=is_deleted(store.view, catalog.surveys[key]))
+        expiring.healed(key)
+        told(key)
+    if tally.stopped:
+        return tally.report()
     pay_debts(store)
     tally.swept = sweep_surveyed(store, catalog.surveys) if may_sweep() else 0
     deleted = sum(is_deleted(store.view, catalog.surveys[key]) for key in whole)

@@ -5,9 +5,12 @@ The position is kept on the devices, so that a scrub that was stopped goes on wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 from hpstore.devices.base import Device
 from hpstore.devices.reserve import shortage
-from hpstore.errors import HpstoreError, IntegrityError
+from hpstore.errors import IntegrityError
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.maintenance.rebuild import (
@@ -17,10 +20,11 @@ from hpstore.maintenance.rebuild import (
     RebuildReport,
     RepairTally,
     WorkPace,
+    domains_of,
     is_deleted,
     pay_debts,
 )
-from hpstore.maintenance.repair_object import repair_object
+from hpstore.maintenance.repair_runner import RepairJob, RepairRunner, RepairsHere
 from hpstore.maintenance.sweep import sweep_surveyed
 from hpstore.objects.context import PoolContext
 from hpstore.objects.key_listing import walk
@@ -80,11 +84,13 @@ def scrub_all(
     rate_bytes_per_second: float | None = None,
     resume: bool = True,
     pace: WorkPace | None = None,
+    repairs: RepairRunner | None = None,
 ) -> RebuildReport:
     """Verify every block of every object under `prefix`, and repair as new column files.
 
     With a `pace` the rate is not looked at; stopped by it, the position is kept. An object with
-    more damage than parity is reported and left as it is.
+    more damage than parity is reported and left as it is. `repairs`: who does the work, by default
+    this thread.
     """
     tally, pace = RepairTally(store.clock), pace or RateLimit(rate_bytes_per_second, store.clock)
     catalog = walk(store, prefix)
@@ -92,26 +98,33 @@ def scrub_all(
     after = read_cursor(store)[1] if resume and not prefix else ""
     keys = sorted(key for key in catalog.surveys if key > after)
     noted = store.clock.monotonic()
-    for number, key in enumerate(keys, 1):
-        if not pace.go_on():
-            if not prefix and not store.read_only and number > 1:
-                write_cursor(store, keys[number - 2])
-            tally.stopped = True
-            tally.swept += sweep_surveyed(
-                store, {k: catalog.surveys[k] for k in keys[: number - 1]}
-            )
-            return tally.report()
-        try:
-            repair = repair_object(store, key, verify=True, throttle=pace)
-            tally.add(repair, deleted=is_deleted(store.view, catalog.surveys[key]))
-        except (HpstoreError, OSError) as error:
-            tally.fail(key, error)
+
+    def chosen() -> Iterator[str]:
+        for key in keys:
+            if not pace.go_on():
+                tally.stopped = True
+                return
+            yield key
+
+    job = RepairJob(
+        domains=partial(domains_of, store.view, catalog),
+        verify=True,
+        rate_bytes_per_second=rate_bytes_per_second,
+    )
+    done = 0
+    for done, (key, outcome) in enumerate((repairs or RepairsHere(store, pace))(chosen(), job), 1):
+        tally.note(key, outcome, deleted=is_deleted(store.view, catalog.surveys[key]))
         if progress is not None:
-            progress(Progress(done=number, total=len(keys), bytes=tally.bytes, key=key))
+            progress(Progress(done=done, total=len(keys), bytes=tally.bytes, key=key))
         now = store.clock.monotonic()
         if not prefix and not store.read_only and now - noted >= _CURSOR_SECONDS:
             noted = now
             write_cursor(store, key)
+    if tally.stopped:
+        if not prefix and not store.read_only and done:
+            write_cursor(store, keys[done - 1])
+        tally.swept += sweep_surveyed(store, {key: catalog.surveys[key] for key in keys[:done]})
+        return tally.report()
     tally.swept += sweep_surveyed(store, {key: catalog.surveys[key] for key in keys})
     if not prefix:
         write_cursor(store, "")

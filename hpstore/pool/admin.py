@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from hpstore.maintenance.rebuild import (
     rebuild_all,
 )
 from hpstore.maintenance.repair_object import RepairAction, repair_object
+from hpstore.maintenance.repair_runner import Outcome, RepairJob, RepairRunner, RepairsHere
 from hpstore.maintenance.scrub import last_scrub_ms, scrub_all
 from hpstore.maintenance.scrub_columns import ColumnScrubReport, scrub_columns
 from hpstore.maintenance.survey_condition import Condition, as_of_now, survey_condition
@@ -208,6 +209,7 @@ class PoolAdmin:
         resume: bool = True,
         pace: WorkPace | None = None,
         gives_way: bool = False,
+        repairs: RepairRunner | None = None,
     ) -> RebuildReport:
         """Read and verify every block, repair what is damaged.
 
@@ -225,6 +227,9 @@ class PoolAdmin:
             In the place of the rate.
         gives_way
             As repairing() has it.
+        repairs
+            Who does the work, by default this thread: workers on a cluster, as RayRepairs, which
+            a `pace` does not slow down.
 
         Raises
         ------
@@ -240,6 +245,7 @@ class PoolAdmin:
                 rate_bytes_per_second=rate_bytes_per_second,
                 resume=resume,
                 pace=pace,
+                repairs=repairs,
             )
 
     def rebuild(
@@ -252,6 +258,7 @@ class PoolAdmin:
         pace: WorkPace | None = None,
         gives_way: bool = False,
         may_sweep: Callable[[], bool] = lambda: True,
+        repairs: RepairRunner | None = None,
     ) -> RebuildReport:
         """Make every object whole on the current members, most endangered first; pay debts.
 
@@ -259,7 +266,7 @@ class PoolAdmin:
 
         Parameters
         ----------
-        progress, rate_bytes_per_second, pace, gives_way
+        progress, rate_bytes_per_second, pace, gives_way, repairs
             As scrub() has them.
         include_missing
             Also columns on members that are missing but not evicted, which are waited for while
@@ -286,6 +293,7 @@ class PoolAdmin:
                 everything=everything,
                 pace=pace,
                 may_sweep=may_sweep,
+                repairs=repairs,
             )
         if report.whole and not self._store.view.missing and unhealed:
             self._mark_healed(unhealed)  # not those that were evicted meanwhile
@@ -318,6 +326,21 @@ class PoolAdmin:
         """
         self._session.require_writable()
         return scrub_columns(self._store, devices, progress=progress, pace=pace)
+
+    def repair_keys(
+        self,
+        keys: Iterable[str],
+        *,
+        verify: bool = False,
+        include_missing: bool = False,
+        rate_bytes_per_second: float | None = None,
+    ) -> Iterator[tuple[str, Outcome]]:
+        """What one worker does of a rebuild or scrub that another process holds: repair these keys,
+        one after another. Idempotent; two that do the same keys do no harm."""
+        self._session.require_writable()
+        job = RepairJob(domains=lambda _: [], verify=verify, include_missing=include_missing)
+        pace = RateLimit(rate_bytes_per_second, self.clock)
+        return RepairsHere(self._store, pace)(keys, job)
 
     def rebalance(
         self,

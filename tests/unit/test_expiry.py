@@ -166,7 +166,7 @@ def test_nothing_is_put_off_while_what_replaces_it_is_not_whole(
             raise DeviceError("not now")
         return real(store, key, **words)
 
-    monkeypatch.setattr("hpstore.maintenance.rebuild.repair_object", failing)
+    monkeypatch.setattr("hpstore.maintenance.repair_runner.repair_object", failing)
     report, order = expiring.rebuild()
     assert set(report.failed) == {NEW}
     assert order[-1] == OLD
