@@ -22,7 +22,7 @@ from hpstore.runtime.wire_stream import WireStream
 class DataConnection(ServedConnection):
     """Serves reads and writes of open files by their handles, on the caller's thread.
 
-    Who shows no handle soon is not kept: anybody can connect here.
+    A caller that shows no handle soon is not kept: every process of the network can connect here.
     """
 
     def __init__(self, shared: Shared, stream: WireStream, admitted: Admitted) -> None:
