@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looking(Generic[T]):
+class SharedLook(Generic[T]):
     """What is looked for. `alone`: the calls on one device. `seen`: the same of what was seen of it
     together with others of its host, `paths` of directories among that. `usage`: its space, too."""
 
@@ -45,7 +45,7 @@ class _Late(Exception):
 def look_at_devices(
     store: PoolContext,
     devices: Mapping[str, Device],
-    looking: Looking[T],
+    looking: SharedLook[T],
     *,
     patience: Patience | None = None,
     brief: str = "",
@@ -102,7 +102,7 @@ def _by_host(disks: Mapping[str, HostDisk]) -> dict[str, dict[str, HostDisk]]:
 
 
 def _ask_host(
-    members: Mapping[str, HostDisk], devices: Mapping[str, Device], looking: Looking[T]
+    members: Mapping[str, HostDisk], devices: Mapping[str, Device], looking: SharedLook[T]
 ) -> Mapping[str, T | Exception]:
     wanted = [(disk, looking.paths(devices[d])) for d, disk in members.items()]
     looks = look_at_disks(wanted, usage=looking.usage)

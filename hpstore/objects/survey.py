@@ -23,7 +23,7 @@ from hpstore.format.keys import (
 )
 from hpstore.format.records import Debt
 from hpstore.objects.context import PoolContext, View
-from hpstore.objects.shared_looks import Looking, look_at_devices, note_offer
+from hpstore.objects.shared_looks import SharedLook, look_at_devices, note_offer
 from hpstore.objects.tombstones import is_blank
 from hpstore.runtime.deadline_wait import Patience
 
@@ -392,7 +392,7 @@ def _survey_once(
     results = look_at_devices(
         store,
         store.view.devices,
-        Looking(
+        SharedLook(
             alone=look,
             seen=seen,
             paths=lambda device: [object_directory(k, folding=device.folds_names) for k in keys],

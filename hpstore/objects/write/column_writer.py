@@ -23,7 +23,7 @@ from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, encode_head
 from hpstore.format.keys import Kind, NameTags, Version
 from hpstore.format.pool_key import PoolKey
 from hpstore.objects.context import PoolContext
-from hpstore.objects.shared_looks import Looking, look_at_devices
+from hpstore.objects.shared_looks import SharedLook, look_at_devices
 from hpstore.objects.survey import ColumnFile, path_on
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.deadline_wait import QUICK_SECONDS, Patience, wait_awake
@@ -377,7 +377,7 @@ class ColumnSet:
         answers = look_at_devices(
             self._store,
             {d: column.device for d, column in columns.items()},
-            Looking(
+            SharedLook(
                 alone=lambda d, _: self.check_generation(columns[d]),
                 seen=lambda d, device, look: self._require_generation(
                     self._store.generation_of(d, device, look.stamp)
