@@ -165,6 +165,12 @@ class RepairTally:
         else:
             self.objects += 1
 
+    def count_whole(self, count: int, deleted: int) -> None:
+        """That many keys needed nothing, `deleted` of them records of deleted objects."""
+        self.deletes += deleted
+        self.objects += count - deleted
+        self.actions[RepairAction.NOTHING] += count - deleted
+
     def note(self, key: str, outcome: Outcome, *, deleted: bool) -> None:
         """Count what became of a key."""
         if isinstance(outcome, Repair):
@@ -308,10 +314,7 @@ def rebuild_all(
         return tally.report()
     pay_debts(store)
     tally.swept = sweep_surveyed(store, catalog.surveys) if may_sweep() else 0
-    deleted = sum(is_deleted(store.view, catalog.surveys[key]) for key in whole)
-    tally.deletes += deleted
-    tally.objects += len(whole) - deleted
-    tally.actions[RepairAction.NOTHING] += len(whole) - deleted
+    tally.count_whole(len(whole), sum(is_deleted(store.view, catalog.surveys[k]) for k in whole))
     return tally.report()
 
 

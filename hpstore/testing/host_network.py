@@ -72,7 +72,7 @@ class HostNetwork(Closing):
         return f"{self._owner}-{name}"
 
     def _make(self) -> None:
-        with _LOCK.open("w") as lock:
+        with _LOCK.open("w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             net = _free_range()
             self.outside = f"{net}.254"

@@ -33,7 +33,7 @@ def fence_key(prefix: str) -> str:
 class FenceRecord:
     """Which session saves here, and what was committed before it began.
 
-    `epoch`: the counter that the versions of what it commits are above; None while nobody has saved
+    `epoch`: the counter that the versions of what it commits are above; None before the first save
     here before it, and in records of older versions of hpstore: then every manifest is a step.
     `steps`: those that are not above it.
     """
@@ -84,7 +84,7 @@ def counter_of(version: str) -> int:
 
 
 def read_fence(pool: Pool, prefix: str) -> FenceRecord | None:
-    """The record as it is; None when nobody has saved here. Raises what reading raises."""
+    """The record as it is; None before the first save here. Raises what reading raises."""
     key = fence_key(prefix)
     try:
         return FenceRecord.decode(pool.get(key), where=key)

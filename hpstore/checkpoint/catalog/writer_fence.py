@@ -258,7 +258,7 @@ def take_fence(
         if if_version not in (None, version):
             raise VersionConflict(f"the fence of {prefix!r} was taken by another process", key=key)
         try:
-            if version is None:  # nobody else can have begun anything
+            if version is None:  # no other process can have begun anything
                 pool.put(key, mine.encode(), if_absent=True)
                 return
             before = _before(pool, key, version)
