@@ -15,6 +15,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.catalog import step_watch
 from hpstore.checkpoint.catalog.step_watch import LISTING_SECONDS, WatchLoop, WatchOptions
 from hpstore.errors import CheckpointError, ConfigError, ObjectNotFound, TooFewDevices
 from hpstore.pool.admin import PoolAdmin
@@ -211,15 +212,14 @@ def test_between_listings_only_the_expected_step_is_looked_at(
     """A listing a minute, whatever poll_seconds; a step at the usual distance is found at once."""
     listings: list[float] = []
     turns = Turns(*[lambda: None] * 7, lambda: save(pool, 30), *[lambda: None] * 2, seconds=5.0)
-    listed = PoolAdmin.versions_under
+    listed = step_watch.StepWatch._list
 
-    def counted(admin: PoolAdmin, prefix: str) -> dict[str, Any]:
-        if prefix == f"{RUN}/step-":  # not what the trainers look for
-            listings.append(turns.now)
-        return dict(listed(admin, prefix))
+    def counted(commits: Any) -> None:  # Any: it is private
+        listings.append(turns.now)
+        listed(commits)
 
     save(pool, 10, 20)
-    monkeypatch.setattr(PoolAdmin, "versions_under", counted)
+    monkeypatch.setattr(step_watch.StepWatch, "_list", counted)
     found = watched(pool, turns)
     assert [next(found), next(found), next(found)] == [10, 20, 30]
     assert listings == [0.0, 40.0]
