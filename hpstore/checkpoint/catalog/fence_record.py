@@ -2,7 +2,7 @@
 
 PROTOCOL 18. It is the fence and the index of a run. A manifest is a step if it was put after the
 fence was taken, or if the record names its step: whoever takes the fence writes down which steps
-there are. The counters of versions tell what was put after, as the fence and all manifests of a run
+there are. The counters of versions show what was put after, as the fence and all manifests of a run
 are put under one claim. So a commit stays one put, and what a session puts that has lost the fence
 is no step, however long it was stopped.
 """
