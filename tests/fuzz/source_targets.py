@@ -64,7 +64,7 @@ def tar_seeds() -> list[bytes]:
         b"p" + plain,
         b"p" + tar(MEMBERS, tarfile.PAX_FORMAT, comment="é", size="5"),
         b"p" + tar({"a.b": b"", "p" * 90 + "/" + "q" * 50 + ".x": b"1"}, tarfile.USTAR_FORMAT),
-        b"g" + gzip.compress(plain),
+        b"g" + gzip.compress(plain, mtime=0),
         b"b" + bz2.compress(plain),
         b"x" + lzma.compress(plain),
     ]

@@ -34,7 +34,7 @@ def trace_seeds() -> list[bytes]:
     return [
         *squeezed,
         b"o" + oracle,
-        b"g" + gzip.compress(text),
+        b"g" + gzip.compress(text, mtime=0),
         b"m" + msr,
         b"c" + text,
         b"c" + msr,
