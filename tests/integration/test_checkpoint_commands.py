@@ -213,7 +213,7 @@ def test_rm_of_the_latest_step_needs_a_word_more(cli: PoolCommands, pool: hpstor
     for step in (1, 2, 3):
         save(pool, step, {"a": torch.full((9,), step)})
     assert "latest is step 3" in cli("rm", RUN, 1, "latest", code=ConfigError.exit_code)
-    assert "no step" in cli("rm", RUN, 1, "lates", code=ConfigError.exit_code)
+    assert "is not a step" in cli("rm", RUN, 1, "lates", code=ConfigError.exit_code)
     assert [row["step"] for row in json.loads(cli("ls", RUN, "--json"))] == [1, 2, 3]
     assert cli("rm", RUN, "latest", 3, "--yes") == "step 3 is deleted\n"
     assert [row["step"] for row in json.loads(cli("ls", RUN, "--json"))] == [1, 2]

@@ -144,5 +144,5 @@ def test_versions_are_listed_and_got_by_name(cli: Cli, tmp_path: Path) -> None:
     assert cli.json("stat", cli.pool, "k", "--version", token)["version"] == token
     other = token[:-1] + ("0" if token[-1] != "0" else "1")
     assert "hpstore versions" in cli("get", cli.pool, "k", "new", "--version", other, code=4)
-    assert "is no version" in cli("get", cli.pool, "k", "new", "--version", "1", code=2)
+    assert "is not a version" in cli("get", cli.pool, "k", "new", "--version", "1", code=2)
     assert cli("versions", cli.pool, "none") == "no version of none\n"

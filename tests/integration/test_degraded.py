@@ -192,8 +192,13 @@ def test_evict_refuses_what_would_lose_data(tmp_path: Path) -> None:
     with harness.open() as pool:
         pool.put("k", payload(300_000))
         holders = [url for url, _ in harness.columns("k")]
-        harness.lose(holders[:1])
+        url, path = harness.columns("k")[2]
+        column = harness.devices[url].files.pop(path)
         with pytest.raises(MembershipError, match=r"need .* to be readable"):
+            pool.evict(holders[1])
+        harness.devices[url].files[path] = column
+        harness.lose(holders[:1])
+        with pytest.raises(MembershipError, match="2 columns of an object would be away"):
             pool.evict(holders[1])
         assert {d.state for d in pool.status().devices} == {"online", "missing"}
         pool.evict(holders[0])
