@@ -461,15 +461,15 @@ def test_what_comes_after_a_commit_fails_no_save(
     pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The look for later steps fails: the save is committed, wait() raises nothing."""
-    original = pool.list
+    original = pool.admin.versions_under
 
-    def broken(prefix: str = "", **options: Any) -> list[str]:
+    def broken(prefix: str) -> dict[str, str]:
         if threading.current_thread().name == "hpstore-save":
             raise TooFewDevices("3 of 5 devices do not answer")
-        return original(prefix, **options)
+        return original(prefix)
 
     with pool, Checkpointer(pool, "run") as ckpt:
-        monkeypatch.setattr(pool, "list", broken)
+        monkeypatch.setattr(pool.admin, "versions_under", broken)
         ckpt.save(1, {"x": torch.ones(9)}).result()
         ckpt.wait()
         monkeypatch.undo()

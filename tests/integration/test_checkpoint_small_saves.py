@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,8 +19,11 @@ from hpstore.checkpoint.save.after_commit import AfterCommits
 from hpstore.checkpoint.save.save_handle import SaveReport
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.errors import VersionConflict
+from hpstore.pool.admin import PoolAdmin
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -35,13 +38,15 @@ class Listings:
 
     def __init__(self, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        plain = Pool.list
+        for place, name in ((Pool, "list"), (PoolAdmin, "versions_under")):
+            monkeypatch.setattr(place, name, self._counted(getattr(place, name)))
 
-        def counted(inner: Pool, *args: object, **options: object) -> list[str]:
+    def _counted(self, plain: Callable[..., T]) -> Callable[..., T]:
+        def counted(*args: object, **options: object) -> T:
             self.count += 1
-            return plain(inner, *args, **options)  # type: ignore[arg-type]
+            return plain(*args, **options)
 
-        monkeypatch.setattr(Pool, "list", counted)
+        return counted
 
 
 def test_small_saves_list_nothing_and_their_retention_comes_later(

@@ -268,14 +268,14 @@ def no_listing(rank: int, world: int, directory: Path) -> None:
     with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, {"x": torch.zeros(9)}).result()
 
-        def broken(*_: Any, **__: Any) -> list[str]:
+        def broken(*_: Any, **__: Any) -> dict[str, str]:
             raise TooFewDevices("3 of 6 devices do not answer")
 
-        original = pool.list
+        original = pool.admin.versions_under
         if rank == 0:
-            pool.list = broken  # type: ignore[method-assign]
+            pool.admin.versions_under = broken  # type: ignore[method-assign]
         said = raised(lambda: ckpt.restore({"x": torch.ones(9)}))
-        pool.list = original  # type: ignore[method-assign]
+        pool.admin.versions_under = original  # type: ignore[method-assign]
         together("3 of 6 devices do not answer" in said, said)
         together(ckpt.restore({"x": torch.ones(9)}) == 1, "nothing was restored")
 

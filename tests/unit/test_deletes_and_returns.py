@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import LockTimeout, ObjectNotFound
-from hpstore.maintenance import scrub
+from hpstore.maintenance import repair_runner
 from hpstore.maintenance.rebuild import Progress
 from hpstore.maintenance.repair_object import Repair, repair_object
 from hpstore.objects.context import PoolContext
-from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.testing.memory_pool import FakeClock, Harness
 
 HORIZON = 3600.0  # Settings.tombstone_seconds
@@ -118,12 +118,12 @@ def test_a_scrub_goes_on_past_an_object_that_cannot_be_repaired(
             pool.put(f"k/{number}", b"x" * 1000)
         real = repair_object
 
-        def busy(store: PoolContext, key: str, *, verify: bool, throttle: Throttle) -> Repair:
+        def busy(store: PoolContext, key: str, **named: Any) -> Repair:
             if key == "k/1":
                 raise LockTimeout("repair of 'k/1'")
-            return real(store, key, verify=verify, throttle=throttle)
+            return real(store, key, **named)
 
-        monkeypatch.setattr(scrub, "repair_object", busy)
+        monkeypatch.setattr(repair_runner, "repair_object", busy)
         seen: list[str] = []
         report = pool.scrub(progress=lambda step: seen.append(step.key))
     assert seen == ["k/0", "k/1", "k/2"]

@@ -106,8 +106,8 @@ def test_training_slows_a_rebuild_down() -> None:
     ("words", "error"),
     [
         (("--shared", "host"), "write KIND:EVENTS_A_YEAR:UNITS"),
-        (("--shared", "host:x:2"), "no number"),
-        (("--shared", "host:0.1:0"), "no units"),
+        (("--shared", "host:x:2"), "is not a number"),
+        (("--shared", "host:0.1:0"), "are not units"),
         (("--shared", "host:0.1:2:7"), "a share of 7"),
         (("--shared", "h\n:0.1:2"), "the kind is a word"),
         (("--shared", "host:0.1:2", "--shared", "rack:0.1:3"), "hold one another whole"),

@@ -373,7 +373,7 @@ def test_a_spread_that_is_no_share_is_refused(filled: Filled) -> None:
     """In one line."""
     with filled.harness.open() as pool:
         for spread in (0.0, -1.0, 1.5, float("nan")):
-            with pytest.raises(ConfigError, match="no share"):
+            with pytest.raises(ConfigError, match="is not a share"):
                 pool.admin.rebalance(spread=spread)
 
 

@@ -14,7 +14,7 @@ from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.format.keys import NameTags
 from hpstore.format.records import PoolRecord
 from hpstore.maintenance import repair_object as repair
-from hpstore.maintenance import scrub, sweep
+from hpstore.maintenance import repair_runner, sweep
 from hpstore.membership import changes, members, returning_files
 from hpstore.membership.lasting_holds import KeptHold
 from hpstore.objects import horizon, survey
@@ -51,7 +51,7 @@ def _sweeps_without_raising(exchange: Exchange) -> None:
 
 def _no_mark(exchange: Exchange) -> None:
     """r03: a counter is the machine's idea of now."""
-    exchange(PoolContext, "_note_mark", _nothing)
+    exchange(PoolContext, "note_mark", _nothing)
     exchange(PoolContext, "_raise_mark", lambda store, limit: [limit])
 
 
@@ -187,7 +187,7 @@ def _repairs_names_only(exchange: Exchange) -> None:
     def repair_object(store: PoolContext, key: str, **named: Any) -> object:
         return before(store, key, **{**named, "verify": False})
 
-    exchange(scrub, "repair_object", repair_object)
+    exchange(repair_runner, "repair_object", repair_object)
 
 
 MUTATIONS: dict[str, Mutation] = {

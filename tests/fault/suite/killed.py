@@ -42,11 +42,12 @@ TRAINER = {
     "before an old step goes": Phase(function="delete_many", word="manifest"),
     "before an old segment goes": Phase(function="delete_many", word="/segment-"),
 }
-REPAIR = "repair_object"  # called for each object that a rebuild or a scrub looks at
+REPAIR = "is_deleted"  # called for each object that a rebuild or a scrub has looked at
+DEVICES = "hpstore.pool.pool_devices:PoolDevices"
 AGENT_AWAY = {
     "before it notes what it does": Phase(owner="hpstore.agent.loop", function="save_memory"),
-    "before an eviction": Phase(function="evict"),
-    "after an eviction": Phase(function="evict", after=True),
+    "before an eviction": Phase(owner=DEVICES, function="evict"),
+    "after an eviction": Phase(owner=DEVICES, function="evict", after=True),
     "in a rebuild": Phase(owner="hpstore.maintenance.rebuild", function=REPAIR, times=5),
     "after a rebuild": Phase(owner="hpstore.pool.admin:PoolAdmin", function="rebuild", after=True),
 }  # while a device does not answer
