@@ -15,6 +15,7 @@ import pytest
 from hpstore.loaders import DataLoader, Packing
 from tests.integration import packing_rank
 from tests.integration.chosen_sets import EOS, written_sets
+from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(240)
@@ -42,6 +43,7 @@ def torchrun(config: Path, ranks: int, steps: int, size: int) -> list[list[list[
     ]
 
 
+@pytest.mark.skipif(not LONG, reason="two starts of torchrun: HPSTORE_LONG_TESTS=1")
 def test_an_epoch_on_two_ranks_and_then_on_three_has_every_token_once(tmp_path: Path) -> None:
     """Five steps on two ranks, the rest with another batch size on three: the documents of the
     order, end to end, each with its separator, cut every 128 tokens."""
