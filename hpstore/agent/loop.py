@@ -253,8 +253,8 @@ class Agent(Closing):
         return status
 
     def _take_turn(self) -> bool:
-        """Whether this agent decides in this round; what it knew of absences counts no more when it
-        did not decide in the last one."""
+        """Return whether this agent is the keeper in this round. A new keeper forgets the absences
+        that it saw before, because it did not watch them throughout."""
         decides = self.keeper.look()
         if decides and not self._decided:
             self.hosts.forget()

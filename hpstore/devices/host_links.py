@@ -51,6 +51,7 @@ from hpstore.runtime.wire_stream import WireStream
 
 Secure = Callable[[socket.socket, str], socket.socket]  # a connected socket, the host's name
 _CONNECT_SECONDS = 10.0
+_DOUBT_SECONDS = 0.5  # for an answer, after a call that got none
 _KEPT_IDLE = 4  # connections of a disk that wait for the next call
 _CLOSED_MOST = 4096  # handles that wait for a call to take them along
 _KINDS: dict[str, type[HpstoreError]] = {
@@ -79,7 +80,9 @@ class HandleGone(DeviceError):
 class HostLinks:
     """What a disk of a host is reached by. Thread-safe; a forked child has connections of its own.
 
-    `seconds`: how long the other side may take for each step of a call.
+    `seconds`: how long the other side may take for each step of a call. After a call that got no
+    answer it has _DOUBT_SECONDS, until one is answered: what works through many objects beside a
+    host that is stopped would wait for each of them, since a survey that must be whole asks it.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class HostLinks:
         self.url, self._seconds, self._secure = url, seconds, secure
         self.counters = LinkCounters()
         self._host, self._port, self._disk = place
+        self._doubted = False  # the last call got no answer; set by any thread, a hint
         self._renew()
         _renew_at_fork(self)
 
@@ -114,15 +118,16 @@ class HostLinks:
             anchor = self._anchor
         if anchor is not None and anchor.silent():
             return
-        fresh = self._connected(self._seconds)
+        limit = self._patience(None)
+        fresh = self._connected(limit)
         try:
-            self._exchange(fresh, "hello", {}, (), None, self._seconds, keep=False)
+            self._exchange(fresh, "hello", {}, (), None, limit, keep=False)
         except HpstoreError:
             fresh.close()
             raise
         except TimeoutError as error:
             fresh.close()
-            raise self._timeout("hello", self._seconds) from error
+            raise self._timeout("hello", limit) from error
         except OSError as error:
             fresh.close()
             self._raise(error, "hello")
@@ -149,7 +154,7 @@ class HostLinks:
         raised there, HandleGone, DeviceDenied, DeviceTimeout, and DeviceMissing when the host
         cannot be reached.
         """
-        limit = self._seconds if seconds is None else seconds
+        limit = self._patience(seconds)
         for last in (False, True):
             stream = self._take(limit, fresh=last)
             args = args if not (last and into is not None) else {**(args or {}), "whole": True}
@@ -169,6 +174,7 @@ class HostLinks:
                 stream.close()  # in the middle of a message
                 raise
             else:
+                self._doubted = False
                 if status != 200:
                     self._raise_answer(operation, status, found)
                 return found
@@ -191,6 +197,10 @@ class HostLinks:
             return decode_json(data)
         except IntegrityError as error:
             raise self._nonsense("a call", error) from error
+
+    def _patience(self, seconds: float | None) -> float:
+        limit = self._seconds if seconds is None else seconds
+        return min(limit, _DOUBT_SECONDS) if self._doubted else limit
 
     def give_up(self, handle: str) -> None:
         """Let the next call give a handle up. Never waits, never raises."""
@@ -329,6 +339,7 @@ class HostLinks:
         return _KINDS.get(name, DeviceError)(text, device=self.url)
 
     def _timeout(self, operation: str, seconds: float) -> DeviceTimeout:
+        self._doubted = self._doubted or seconds >= _DOUBT_SECONDS
         return DeviceTimeout(
             f"device {self.url}: no answer to {operation} within {seconds:.1f} s; the host "
             "hangs, or cannot be reached. What was called may still happen",

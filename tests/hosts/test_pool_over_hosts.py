@@ -14,7 +14,8 @@ pytest.importorskip("httptools", reason="needs the extra hosts")
 
 import hpstore
 from hpstore.devices.host_device import HostDevice
-from hpstore.errors import DeviceMissing, ObjectNotFound
+from hpstore.devices.host_links import HostLinks
+from hpstore.errors import DeviceMissing, DeviceTimeout, ObjectNotFound
 from hpstore.units import MIB
 from tests.hosts.rig import RigHost, create, rig
 
@@ -142,6 +143,33 @@ def test_a_stopped_host_costs_one_pause(hosts: list[RigHost], tmp_path: Path) ->
         hosts[2].send(signal.SIGCONT)
         pool.rebuild()
         assert bytes(pool.get("new")) == noise(MIB, 99)
+
+
+def test_beside_a_stopped_host_each_call_after_the_first_waits_little(
+    hosts: list[RigHost], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rebuild asks it for each object: the deadline is waited out by the first calls alone, and
+    all of it is there again once the host answers."""
+    waits: list[float] = []
+    timeout = HostLinks._timeout
+
+    def counted(links: HostLinks, operation: str, seconds: float) -> DeviceTimeout:
+        waits.append(seconds)
+        return timeout(links, operation, seconds)
+
+    with create(tmp_path, hosts, deadline_seconds=2.0) as pool:
+        for number in range(3):
+            pool.put(f"k{number}", noise(MIB, number))
+        monkeypatch.setattr(HostLinks, "_timeout", counted)
+        hosts[2].send(signal.SIGSTOP)
+        pool.scrub()
+        long = [seconds for seconds in waits if seconds > 1]
+        assert len(waits) > 2 * len(long)
+        assert len(long) <= 8  # of two disks; calls that are under way at once begin alike
+        hosts[2].send(signal.SIGCONT)
+        del waits[:]
+        assert pool.scrub().whole
+        assert not waits
 
 
 def test_a_device_of_a_host_that_is_not_there_is_missing(hosts: list[RigHost]) -> None:
