@@ -169,7 +169,8 @@ def test_retention_of_a_session_that_lost_the_fence_removes_nothing_rule_19(
 
         def between(own: Pool, key: str) -> str | None:
             found = existing_version(own, key)
-            take_fence(own, RUN, "another")
+            if key == fence_key(RUN):
+                take_fence(own, RUN, "another")
             return found
 
         monkeypatch.setattr(run_index, "existing_version", between)
@@ -289,3 +290,27 @@ def test_a_small_save_that_replaces_a_step_is_noted_and_others_are_not_rule_18(
         assert [len(found) for found in notes] == [0, 1]
         assert not pool.list(f"{RUN}/attempts/")
         assert held(ckpt) == {1: 0.0}
+
+
+def test_a_listing_of_another_thread_takes_no_step_from_a_collector_or_retention_rules_18_19(
+    pool: Pool,
+) -> None:
+    """An older listing, without the last two steps, ends within each newer one of the catalog."""
+
+    class Shared(StepCatalog):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "manifests" and isinstance(value, dict) and hides & {*value}:
+                value = {step: v for step, v in value.items() if step not in hides}
+            super().__setattr__(name, value)
+
+    hides: set[int] = {4}
+    with checkpointer(pool) as ckpt:
+        save(ckpt, 1, 2, 3, 4)
+        session = ckpt.saver._session
+        steps = Shared(pool, RUN)
+        assert steps.listing().steps == (1, 2, 3, 4)
+        steps.collect_garbage()
+        assert held(ckpt) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+        hides = {3}
+        retain(steps, 4, Retention(keep_last=2), now_ms=0, session=session)
+        assert held(ckpt) == {3: 3.0, 4: 4.0}

@@ -11,6 +11,7 @@ from hpstore.checkpoint.catalog.segment_safety import existing_version
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import (
     SaveAttempt,
+    manifests_of,
     require_fence,
     take_fence,
     write_index,
@@ -116,19 +117,20 @@ def put_manifest(
 def take_out(steps: StepCatalog, going: Collection[int], committed: int, session: str) -> list[int]:
     """Let these steps be no steps any more, while their objects are there; those that are none now.
 
-    Since `committed` was committed by the session, the catalog has listed the run. What was
-    committed after that step stays for the next call. Raises VersionConflict when another session
-    saves here by now, what the pool raises: nothing was changed, or all of it.
+    Called after `committed` was committed by the session. What was committed after that step stays
+    for the next call. Raises VersionConflict when another session saves here by now, what the pool
+    raises: nothing was changed, or all of it.
     """
     pool, prefix = steps.pool, steps.prefix
     version = existing_version(pool, fence_key(prefix))
     record = require_fence(pool, prefix, session)
     if record is None or version is None:
         raise VersionConflict(f"no session saves under {prefix!r}", key=fence_key(prefix))
-    found = steps.manifests  # listed after the commit
-    if committed not in found:
+    newest = existing_version(pool, manifest_key(prefix, committed))  # before the run is listed
+    found = manifests_of(pool, prefix)  # not as another thread may have listed it before
+    if newest is None or committed not in found:
         return []  # another process has removed it
-    epoch = max(counter_of(found[committed]), record.epoch or 0)
+    epoch = max(counter_of(newest), record.epoch or 0)
     out = [step for step in going if step in found and counter_of(found[step]) <= epoch]
     if out:
         write_index(pool, prefix, record, found, version=version, epoch=epoch, without=out)

@@ -76,10 +76,10 @@ class StepCatalog:
         fenced = fence_key(self.prefix) in listed
         index = index_of(self.pool, self.prefix) if fenced else None
         there = {step: listed[manifest_key(self.prefix, step)] for step in found.steps}
-        self.manifests = there if index is None else index.committed(there)
-        self._overtaken = {s: v for s, v in there.items() if s not in self.manifests}
-        self._seen = frozenset(self.manifests)
-        return replace(found, steps=tuple(self.manifests))
+        steps = there if index is None else index.committed(there)  # other threads list, too
+        self.manifests, self._seen = steps, frozenset(steps)
+        self._overtaken = {s: v for s, v in there.items() if s not in steps}
+        return replace(found, steps=tuple(steps))
 
     def counts(self, step: int, version: str) -> bool:
         """Whether a manifest of this version is a step, as the run is now."""

@@ -267,11 +267,17 @@ def take_fence(
         except VersionConflict:
             continue
         end_replacements()
-        found = pool.admin.versions_under(f"{prefix}/step-")
-        manifests = {s: found[manifest_key(prefix, s)] for s in sort_out(prefix, found).steps}
+        manifests = manifests_of(pool, prefix)
         write_index(pool, prefix, mine, manifests, version=version, epoch=counter_of(version))
         return
     raise VersionConflict(f"other processes took the fence of {prefix!r} again and again", key=key)
+
+
+def manifests_of(pool: Pool, prefix: str) -> dict[int, str]:
+    """The versions of all manifests by step, also of those that are no steps. Raises TooFewDevices
+    where some may be there unseen."""
+    found = pool.admin.versions_under(f"{prefix}/step-")
+    return {step: found[manifest_key(prefix, step)] for step in sort_out(prefix, found).steps}
 
 
 def _mine(session: str) -> FenceRecord:
