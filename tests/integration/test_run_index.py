@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.catalog import run_index, writer_fence
+from hpstore.checkpoint.catalog import fence_record, run_index, writer_fence
 from hpstore.checkpoint.catalog.fence_record import FenceRecord, counter_of, fence_key, read_fence
 from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
@@ -256,9 +256,13 @@ def test_counters_that_were_lost_fail_the_commit_that_they_would_hide(
         save(ckpt, 2)
         far = FenceRecord.decode(pool.get(fence_key(RUN)), where="")
         monkeypatch.setattr(run_index, "counter_of", lambda _: 0)
+        monkeypatch.setattr(fence_record, "counter_of", lambda _: 0)
         with pytest.raises(CheckpointError, match="have lost their counters"):
             ckpt.save(3, {"w": torch.zeros(COUNT)}).result()
         assert far.epoch is not None
+        assert 1 in far.steps  # its number is written down: what replaces it counts, and is whole
+        ckpt.save(1, {"w": torch.full((COUNT,), 7.0)}, overwrite=True).result()
+        assert held(ckpt)[1] == 7.0
 
 
 def test_a_run_is_copied_whole_to_another_name(pool: Pool) -> None:

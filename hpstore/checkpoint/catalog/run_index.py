@@ -104,7 +104,7 @@ def put_manifest(
             if replaces is None or steps.counts(step, replaces):
                 raise
     record = index[-1]
-    if record is not None and counter_of(info.version) <= (record.epoch or 0):
+    if record is not None and not record.counts(step, info.version):
         raise CheckpointError(
             f"step {step} under {steps.prefix!r} is not committed: the pool's registers, which "
             "order commits, have lost their counters. What was committed before is untouched. "
