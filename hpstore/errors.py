@@ -240,9 +240,13 @@ class PoolFull(TooFewDevices):
 
 
 class TooManyErasures(RedundancyError):
-    """More units are lost than parity can replace. Nothing was deleted."""
+    """More units are lost than parity can replace. Nothing was deleted.
+
+    `damaged`: all that there was has been looked at, so no device brings it back.
+    """
 
     exit_code = 32
+    damaged = False
 
 
 class RegistersUnavailable(RedundancyError):

@@ -64,9 +64,11 @@ def require_writable(view: View, survey: Survey) -> None:
 
 def too_many(key: str, layout: Layout, valid: int, corrupt: int, unknown: int) -> TooManyErasures:
     """The error for data that may be there but cannot be read."""
-    return TooManyErasures(
+    error = TooManyErasures(
         f"object {key!r} version {layout.version}: {valid} of the {layout.data} units needed are "
         f"readable ({corrupt} damaged, {unknown} devices did not answer or left). Nothing was "
         "deleted; bring a missing device back.",
         key=key,
     )
+    error.damaged = corrupt > 0 and unknown == 0
+    return error

@@ -17,7 +17,7 @@ from hpstore.checkpoint.catalog.segment_safety import existing_version
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import take_fence, write_index
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
-from hpstore.errors import CheckpointError, VersionConflict
+from hpstore.errors import CheckpointError, TooManyErasures, VersionConflict
 from hpstore.format.records import FORMAT, seal
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
@@ -244,6 +244,34 @@ def test_a_damaged_fence_hides_nothing_and_is_replaced(pool: Pool) -> None:
         assert held(ckpt) == {1: 1.0, 2: 2.0}
         save(ckpt, 3)
         assert held(ckpt) == {1: 1.0, 2: 2.0, 3: 3.0}
+
+
+def test_a_fence_whose_copies_are_all_damaged_hides_nothing(
+    tmp_path: Path,
+) -> None:
+    """On the devices: it is lost for good. While a device is away that may have it, nothing is
+    listed by guess."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=6)
+    with harness.open() as opened:
+        for step in (1, 2):
+            with checkpointer(opened) as ckpt:
+                save(ckpt, step)
+        copies = harness.columns(fence_key(RUN))
+        for url, path in copies:
+            harness.flip(url, path, 10)
+    with harness.open() as opened:
+        with checkpointer(opened) as ckpt:
+            assert held(ckpt) == {1: 1.0, 2: 2.0}
+            opened.delete(fence_key(RUN))  # by a person
+            save(ckpt, 3)
+        with checkpointer(opened) as ckpt:
+            save(ckpt, 4)
+            assert held(ckpt) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+    copies = harness.columns(fence_key(RUN))
+    harness.flip(*copies[0], 10)
+    harness.lose([copies[1][0]])
+    with harness.open() as opened, pytest.raises(TooManyErasures):
+        StepCatalog(opened, RUN).all()
 
 
 def test_counters_that_were_lost_fail_the_commit_that_they_would_hide(

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hpstore.checkpoint.format.step_ranges import StepRanges
-from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound
+from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing, whole
 from hpstore.objects.versions import parse_token
@@ -84,12 +84,17 @@ def counter_of(version: str) -> int:
 
 
 def read_fence(pool: Pool, prefix: str) -> FenceRecord | None:
-    """The record as it is; None before the first save here. Raises what reading raises."""
+    """The record as it is; None before the first save here. Raises what reading raises;
+    IntegrityError also where all copies are damaged, and no device that is away may have one."""
     key = fence_key(prefix)
     try:
         return FenceRecord.decode(pool.get(key), where=key)
     except ObjectNotFound:
         return None
+    except TooManyErasures as error:
+        if error.damaged:
+            raise IntegrityError(str(error), key=key) from error
+        raise
 
 
 def fence_session(pool: Pool, prefix: str) -> str | None:
