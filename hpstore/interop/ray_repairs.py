@@ -8,6 +8,7 @@ land is a wish (soft affinity): with a host dead its tasks run elsewhere.
 from __future__ import annotations
 
 import logging
+import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,11 +65,26 @@ def split_keys(
 
 
 def repair_batch(
-    config: PoolConfig, keys: tuple[str, ...], job: Mapping[str, Any], most_bytes: int
+    config: PoolConfig,
+    keys: tuple[str, ...],
+    job: Mapping[str, Any],
+    most_bytes: int,
+    pool_id: str,
 ) -> Done:
-    """What a task does: keys one after another, until `most_bytes` were looked at."""
+    """What a task does: keys one after another, until `most_bytes` were looked at.
+
+    Raises ConfigError where another pool lies under the URLs of `config` on this host: to it these
+    keys are absent, and an absent one needs no repair.
+    """
     done: list[tuple[str, Outcome]] = []
     with Pool(config) as pool:
+        found = pool.admin.record.pool_id
+        if found != pool_id:
+            raise ConfigError(
+                f"on host {socket.gethostname()} the devices of {config.path} are of pool "
+                f"{found[:8]}, not {pool_id[:8]}: give every node the same devices under the same "
+                "URLs. Nothing was changed there."
+            )
         for key, outcome in pool.admin.repair_keys(keys, **job):
             done.append((key, outcome))
             most_bytes -= 0 if isinstance(outcome, Exception) else outcome.bytes
@@ -110,7 +126,7 @@ class RayRepairs:
     ) -> None:
         if ray is None:
             raise ConfigError("Ray is not installed: pip install 'hpstore[ray]'")
-        self._config = pool.config
+        self._config, self._pool_id = pool.config, pool.admin.record.pool_id
         self._objects = whole_argument("batch_objects", batch_objects, least=1)
         self._bytes = bytes_argument("batch_bytes", batch_bytes, least=1)
         if not ray.is_initialized():
@@ -118,7 +134,7 @@ class RayRepairs:
 
     def __call__(self, keys: Iterable[str], job: RepairJob) -> Iterator[tuple[str, Outcome]]:
         """As RepairRunner has it. Ends tasks that are under way when it is closed early."""
-        tasks = _Tasks(self._config, job, self._bytes)
+        tasks = _Tasks(self._config, self._pool_id, job, self._bytes)
         source, waiting = iter(keys), deque[str]()
         outcomes: dict[str, Outcome] = {}
         window = 2 * tasks.width
@@ -143,7 +159,7 @@ class RayRepairs:
 class _Tasks:
     """Tasks under way. For one thread."""
 
-    def __init__(self, config: PoolConfig, job: RepairJob, most_bytes: int) -> None:
+    def __init__(self, config: PoolConfig, pool_id: str, job: RepairJob, most_bytes: int) -> None:
         self.width = max(1, int(ray.cluster_resources().get("CPU", 1)))
         rate = job.rate_bytes_per_second
         self._arguments = {
@@ -151,7 +167,7 @@ class _Tasks:
             "include_missing": job.include_missing,
             "rate_bytes_per_second": rate / self.width if rate else None,
         }
-        self._config, self._most_bytes = ray.put(config), most_bytes
+        self._config, self._pool_id, self._most_bytes = ray.put(config), pool_id, most_bytes
         self._task = ray.remote(repair_batch)
         self._flying: dict[Any, KeyBatch] = {}  # by Ray's reference
         self.nodes = _nodes_by_domain()
@@ -165,7 +181,13 @@ class _Tasks:
         node = self.nodes.get(batch.domain)
         if node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
-        arguments = (self._config, batch.keys, self._arguments, self._most_bytes)
+        arguments = (
+            self._config,
+            batch.keys,
+            self._arguments,
+            self._most_bytes,
+            self._pool_id,
+        )
         self._flying[self._task.options(**options).remote(*arguments)] = batch
 
     def finished(self) -> dict[str, Outcome]:

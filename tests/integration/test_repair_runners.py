@@ -29,6 +29,7 @@ class Batches:
 
     def __init__(self, pool: Pool, *, lost: int = -1, most_bytes: int = 1 << 30) -> None:
         self._config, self._lost, self._most_bytes = pool.config, lost, most_bytes
+        self._pool_id = pool.admin.record.pool_id
         self.tasks = 0
 
     def __call__(self, keys: Iterable[str], job: RepairJob) -> Iterator[tuple[str, Outcome]]:
@@ -40,7 +41,9 @@ class Batches:
                 if self.tasks == self._lost:
                     yield from ((key, HpstoreError("its worker died")) for key in batch)
                     break
-                done, batch = repair_batch(self._config, batch, how, self._most_bytes)
+                done, batch = repair_batch(
+                    self._config, batch, how, self._most_bytes, self._pool_id
+                )
                 yield from done
 
 
@@ -108,6 +111,20 @@ def test_a_batch_that_is_lost_is_told_and_found_again(damaged: Pool) -> None:
     _all_there(damaged)
 
 
+def test_a_worker_that_finds_another_pool_under_the_urls_repairs_nothing(
+    damaged: Pool, tmp_path: Path
+) -> None:
+    """To a pool of the worker's own host the keys are absent: the rebuild was whole by that."""
+    paths = [str(tmp_path / f"e{n}") for n in range(6)]
+    with hpstore.create(
+        paths, data=4, parity=2, config=tmp_path / "other.toml", allow_root_disk=True
+    ) as other:
+        config, pool_id = other.config, damaged.admin.record.pool_id
+    with pytest.raises(ConfigError, match="not " + pool_id[:8]):
+        repair_batch(config, ("o/0",), {}, 1 << 30, pool_id)
+    assert damaged.stat("o/0").losses_tolerated == 1
+
+
 def test_a_task_ends_after_its_bytes_and_the_rest_goes_on(damaged: Pool) -> None:
     """A batch of three objects with a limit of one byte becomes three tasks."""
     runner = Batches(damaged, most_bytes=1)
@@ -149,11 +166,11 @@ with hpstore.open(sys.argv[1]) as pool:
     if sys.argv[2] == "kill":
         once = sys.argv[3]
 
-        def dies(config, keys, job, most_bytes):
+        def dies(*arguments):
             if not os.path.exists(once):
                 open(once, "w").close()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return whole(config, keys, job, most_bytes)
+            return whole(*arguments)
 
         whole, ray_repairs.repair_batch = ray_repairs.repair_batch, dies
     report = pool.admin.rebuild(repairs=repairs)
