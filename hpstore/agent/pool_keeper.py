@@ -84,13 +84,16 @@ class PoolKeeper:
     @contextmanager
     def closing(self, member: Member, *, whole_host: bool) -> Iterator[None]:
         """While the block closes a device, or all of its host, for an eviction: if this agent is
-        killed in it, its successor opens them again. Raises as confirm()."""
-        if not self.shared or member.state is not DeviceState.ONLINE:
+        killed in it, its successor opens them again, of a host also one that an operator drains:
+        the record has no room to tell them apart. Raises as confirm()."""
+        found = self._admin.record.members if whole_host else [member]
+        open_now = [m for m in found if m.domain == member.domain and m.state is DeviceState.ONLINE]
+        if not self.shared or not open_now:
             self.confirm()
             yield
             return
         mark = _WHOLE_HOST if whole_host else ""
-        self._election.confirm(closed=mark + member.device_id[:_ID_CHARACTERS])
+        self._election.confirm(closed=mark + open_now[0].device_id[:_ID_CHARACTERS])
         yield  # what was closed is looked at, and the mark taken back, by a job of its own
 
     def cut_short(self) -> list[Member]:

@@ -236,6 +236,36 @@ def test_what_a_keeper_closed_before_it_was_killed_is_opened_by_its_successor(
     assert fleet.agents["c"].keeper.left_closed is False
 
 
+@pytest.mark.parametrize("drained", [0, 1])
+def test_a_host_of_which_a_disk_was_drained_is_opened_by_the_successor(
+    fleet: HostAgents, monkeypatch: pytest.MonkeyPatch, drained: int
+) -> None:
+    """Whichever of its disks it was: the note on the host went by the first one alone, and the
+    other stayed closed, to be emptied."""
+    fleet.start("a", "c")
+    fleet.rounds(30.0)
+    first, second = sorted(fleet.ids("b"))
+    fleet.pools["a"].admin.devices.begin_drain((first, second)[drained])
+    fleet.harness.lose(fleet.disks("b"))
+
+    def killed(*_: object, **__: object) -> list[str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(changes, "endangered", killed)
+    with pytest.raises(KeyboardInterrupt):
+        fleet.rounds(960.0, "a", step=20.0)
+    monkeypatch.undo()
+    fleet.kill("a")
+    for device in fleet.harness.devices.values():
+        device.restart()
+    fleet.harness.bring_back()
+    fleet.rounds(120.0)
+    assert fleet.keepers() == "c"
+    members = {m.device_id: m.state for m in fleet.pools["c"].admin.record.members}
+    assert members[(second, first)[drained]] is DeviceState.ONLINE
+    assert fleet.agents["c"].keeper.left_closed is False
+
+
 def test_without_registers_nothing_is_evicted_and_known_damage_is_repaired(
     fleet: HostAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
