@@ -61,6 +61,11 @@ def members_named(record: PoolRecord, places: Mapping[str, str], name: str) -> l
             f"failure domain {same[0].domain}. Nothing was changed. Say {DOMAIN}{same[0].domain}, "
             "or name the devices."
         )
+    if not there and len(both := sorted({m.domain for m in same})) > 1:
+        raise MembershipError(
+            f"{name} may mean the failure domains {' and '.join(both)}. Nothing was changed. Say "
+            f"{' or '.join(DOMAIN + domain for domain in both)}."
+        )
     return _some(record, name, there or same)
 
 

@@ -230,5 +230,8 @@ def test_what_a_name_of_a_host_means() -> None:
             named(name)
     moved = members_named(record, {record.members[0].device_id: "hpd://e:7200/0"}, "host:e")
     assert moved == [record.members[0]]
+    twice = replace(record, members=(*record.members[2:], member(4, "/mnt/c", "host-b")))
+    with pytest.raises(MembershipError, match=r"domains b and host-b.* Say domain:b or domain:h"):
+        members_named(twice, {}, "host:b")
     several = replace(record, members=record.members[:2])
     assert members_named(several, {}, "host:b") == [record.members[0]]
