@@ -59,9 +59,9 @@ def is_own_address(host: str) -> bool:
 
 
 def _binds(family: int, address: tuple[object, ...]) -> bool:
-    with socket.socket(family, socket.SOCK_DGRAM) as sock:
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:  # a family that this host may lack
             sock.bind(address)
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+
 import pytest
 
 from hpstore.agent.absent_hosts import AbsentHosts
@@ -121,3 +124,25 @@ def test_hosts_that_may_be_lost_are_counted_the_heaviest_first(
 ) -> None:
     hosts = [(f"hpd://{'abcd'[n // 2]}:7200/{n % 2}", f"host-{'abcd'[n // 2]}") for n in range(8)]
     assert hosts_tolerated(record(*hosts), set(answering), losses) == count
+
+
+def test_a_host_without_ipv6_finds_its_own_address_behind_one_of_that_family(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """/etc/hosts names ::1, and the kernel has no such sockets: each round of the agent failed."""
+    plain = socket.socket
+
+    def without(family: int, kind: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return plain(family, kind)
+
+    def both(*_: object, **__: object) -> list[tuple[object, ...]]:
+        return [
+            (socket.AF_INET6, socket.SOCK_DGRAM, 17, "", ("::1", 0, 0, 0)),
+            (socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("127.0.0.1", 0)),
+        ]
+
+    monkeypatch.setattr(socket, "socket", without)
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert is_own_address("b")
