@@ -109,6 +109,7 @@ class HostLinks:
         the parent for alive as long as the child lives."""
         for stream in (*self._idle, *filter(None, [self._anchor])):
             stream.close()
+        self.counters.after_fork()
         self._renew()
 
     def keep_session(self) -> None:

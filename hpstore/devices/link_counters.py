@@ -52,6 +52,10 @@ class LinkCounters:
         self._lock = threading.Lock()  # guards _sight
         self._sight = LinkSight()
 
+    def after_fork(self) -> None:
+        """In the child: a thread of the parent may have held the lock, and it is not here."""
+        self._lock = threading.Lock()
+
     def add(self, sent: int, received: int, seconds: float, *, failed: bool) -> None:
         """A call is over."""
         timed = not failed and sent + received >= _TIMED_BYTES

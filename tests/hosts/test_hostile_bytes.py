@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -407,6 +408,23 @@ def test_a_read_that_fails_in_its_middle_says_why(service: HostService, tmp_path
         reader.read_into(0, pattern(1024 * PAGE))
     assert held(service) == 1  # a cut answer costs no handle
     assert fetch(device, "objects/a/@1") == pattern(1024 * PAGE).tobytes()[: 700 * PAGE]
+    device.close()
+
+
+def test_a_fork_while_a_call_is_counted_leaves_the_child_its_calls(service: HostService) -> None:
+    """The thread that holds the lock of the counters is not in the child."""
+    host, port = service.address
+    device = HostDevice(f"hpd://{host}:{port}/0", seconds=5.0)
+    with device.link._lock:
+        pid = os.fork()
+        if not pid:  # the child
+            signal.alarm(10)
+            status = 1
+            with contextlib.suppress(BaseException):
+                device.usage()
+                status = 0
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
     device.close()
 
 
