@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -77,7 +78,8 @@ def look_at(device: LocalDevice, paths: Sequence[str], *, usage: bool) -> DiskLo
     listings = [list(map(tuple, device.entries(path))) for path in paths]
     space, mark = None, b""
     if usage:
-        mark, space = device.counter_sector(MARK), device.usage().numbers
+        with contextlib.suppress(HpstoreError, OSError):  # its names are seen all the same
+            mark, space = device.counter_sector(MARK), device.usage().numbers
     return DiskLook(
         stamp=stamp,
         listings=listings,  # type: ignore[arg-type]  # tuples of a name and a flag

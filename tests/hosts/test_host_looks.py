@@ -14,12 +14,12 @@ pytest.importorskip("httptools", reason="needs the extra hosts")
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.devices.base import DirectoryEntry
+from hpstore.devices.base import DirectoryEntry, Usage
 from hpstore.devices.host_device import HostDevice
 from hpstore.devices.host_disks import look_at_disks
 from hpstore.devices.host_links import HostLinks
 from hpstore.devices.local import LocalDevice
-from hpstore.errors import DeviceFull, DeviceMissing, VersionConflict
+from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, VersionConflict
 from hpstore.format.disk_looks import DiskLook
 from hpstore.format.host_calls import MOST_LISTED
 from hpstore.format.records import IDENTITY_FILE, POOL_FILE, Identity
@@ -234,6 +234,23 @@ def test_what_a_disk_raises_comes_with_the_answer_of_the_others(
     good, bad = look_at_disks([(device, ["objects"]) for device in devices], usage=False)
     assert isinstance(good, DiskLook)
     assert "no such disk" in str(bad)
+
+
+def test_a_disk_whose_space_is_not_known_shows_its_names_all_the_same(
+    two: tuple[list[HangingDisk], list[HostDevice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is asked by itself: it takes nothing, and what it has is seen."""
+    disks, devices = two
+
+    def fails() -> Usage:
+        raise DeviceError("no usage for this test")
+
+    monkeypatch.setattr(disks[1], "usage", fails)
+    good, poor = look_at_disks([(device, ["objects"]) for device in devices], usage=True)
+    assert isinstance(good, DiskLook)
+    assert good.usage is not None
+    assert isinstance(poor, DiskLook)
+    assert (poor.usage, list(poor.listings)) == (None, [[]])
 
 
 def test_more_directories_than_one_request_names_are_several(
