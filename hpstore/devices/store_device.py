@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from hpstore.devices.base import TMP, DirectoryEntry, Hold, Usage
@@ -13,7 +14,7 @@ _PROBE_BYTES = 64
 _PROBE_MOST = 4096
 
 
-class StoreDevice:
+class StoreDevice(ABC):
     """A Device but for how files are written, read, listed and deleted."""
 
     url: str
@@ -22,17 +23,17 @@ class StoreDevice:
     folds_names = False
     memory_alignment = 1
 
-    def read_small(self, path: str, max_bytes: int) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def read_small(self, path: str, max_bytes: int) -> bytes: ...
 
-    def write_small(self, path: str, data: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def write_small(self, path: str, data: bytes) -> None: ...
 
-    def entries(self, path: str) -> list[DirectoryEntry]:
-        raise NotImplementedError
+    @abstractmethod
+    def entries(self, path: str) -> list[DirectoryEntry]: ...
 
-    def delete(self, path: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def delete(self, path: str) -> None: ...
 
     def takes_records(self) -> bool:
         """Taken for granted: a store does not say what it has left."""
@@ -41,16 +42,16 @@ class StoreDevice:
     def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         return [self.entries(paths[0])]
 
-    def create_spare(self, size_bytes: int) -> None:
+    def create_spare(self, size_bytes: int) -> None:  # noqa: B027 (nothing to do)
         """Nothing is overwritten in a store."""
 
     def retire(self, path: str) -> None:
         self.delete(path)
 
-    def sync_directory(self, path: str) -> None:
+    def sync_directory(self, path: str) -> None:  # noqa: B027 (nothing to do)
         """Nothing to do: a PUT that was answered is durable."""
 
-    def sync_removals(self) -> None:
+    def sync_removals(self) -> None:  # noqa: B027 (nothing to do)
         """Nothing to do: a removal that was answered is durable."""
 
     def usage(self) -> Usage:
