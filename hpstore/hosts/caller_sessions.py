@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -43,6 +45,7 @@ class CallerSession:
 
     def __init__(self) -> None:
         self.connections = 0
+        self.until_seconds = -math.inf  # the last of its certificates ends then, monotonic
         self.handles: dict[str, HeldFile] = {}
 
 
@@ -55,10 +58,13 @@ class CallerSessions:
         self._holders: dict[str, tuple[str, str]] = {}  # session of each handle
         self._lock = threading.Lock()  # guards all sessions, their handles, users and over
 
-    def join(self, key: tuple[str, str]) -> None:
-        """A connection belongs to a session from now on: of a peer, by the name it has there."""
+    def join(self, key: tuple[str, str], until_seconds: float = math.inf) -> None:
+        """A connection belongs to a session from now on: of a peer, by the name it has there.
+        `until_seconds`: when its certificate ends, by the monotonic clock."""
         with self._lock:
-            self._sessions.setdefault(key, CallerSession()).connections += 1
+            session = self._sessions.setdefault(key, CallerSession())
+            session.connections += 1
+            session.until_seconds = max(session.until_seconds, until_seconds)
 
     def leave(self, key: tuple[str, str]) -> None:
         """A connection has ended; with the last one goes all that the session holds."""
@@ -130,6 +136,8 @@ class CallerSessions:
             key = self._holders.get(handle)
             if key is None or self._sessions[key].handles[handle].disk != disk:
                 raise UnknownHandle("no such handle is open here")
+            if time.monotonic() > self._sessions[key].until_seconds:
+                raise UnknownHandle("the certificate of who opened this handle has ended")
             return key
 
     def drop(self, key: tuple[str, str], handle: str) -> None:

@@ -138,7 +138,7 @@ class ServedConnection:
         self._until = time.monotonic() + deadline_of(head.fields, shared.limits.deadline_seconds)
         closed = closed_of(head.fields)
         if self._session is None:
-            shared.sessions.join(session)
+            shared.sessions.join(session, self._admitted_as.until_seconds)
             self._session = session
         if session != self._session:
             raise IntegrityError("a connection belongs to one session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ pytest.importorskip("cryptography", reason="needs the extra hosts")
 import hpstore
 from hpstore.config import Settings
 from hpstore.devices.host_device import HostDevice
-from hpstore.devices.host_links import HostLinks
+from hpstore.devices.host_links import HandleGone, HostLinks
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError, DeviceDenied, DeviceError, DeviceMissing
 from hpstore.format.host_calls import Json
@@ -195,6 +196,39 @@ def test_a_handle_whose_session_ends_between_two_looks_is_unknown() -> None:
         pass
     with pytest.raises(UnknownHandle):
         sessions.holder("a" * 32, 0)
+
+
+def test_a_handle_is_good_no_longer_than_the_certificate_of_who_opened_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An idle connection over TLS keeps its session for good; a renewed certificate goes on."""
+    sessions, key, now = CallerSessions(4), ("who", "0" * 32), [100.0]
+    monkeypatch.setattr("hpstore.hosts.caller_sessions.time.monotonic", lambda: now[0])
+    sessions.join(key, 200.0)
+    sessions.keep(key, "a" * 32, HeldFile("item", 0, lambda: None))
+    assert sessions.holder("a" * 32, 0) == key
+    now[0] = 201.0
+    with pytest.raises(UnknownHandle, match="certificate"):
+        sessions.holder("a" * 32, 0)
+    sessions.join(key, 300.0)
+    assert sessions.holder("a" * 32, 0) == key
+
+
+def test_the_service_tells_its_sessions_when_certificates_end(
+    service: HostService, tls: Path
+) -> None:
+    device = device_of(service, tls, "keeper")
+    store(device, PATH, pattern(2 * MIB))
+    reader = device.open(PATH)
+    (session,) = service._shared.sessions._sessions.values()
+    assert session.until_seconds < time.monotonic() + 31 * 86400
+    session.until_seconds = time.monotonic() - 1.0  # a month later
+    with pytest.raises(HandleGone, match="certificate"):
+        device.bodies.call(
+            "read", {"handle": reader._handle, "offset": 0, "nbytes": PAGE, "whole": False}
+        )
+    reader.close()
+    device.close()
 
 
 def test_roles_hold_for_control_and_a_service_without_the_port_is_refused(
