@@ -6,6 +6,7 @@ caller whose role allowed that, who drew its 128 random bits. Nothing else can b
 
 from __future__ import annotations
 
+import math
 import time
 
 from hpstore.errors import IntegrityError
@@ -28,6 +29,10 @@ class DataConnection(ServedConnection):
     def __init__(self, shared: Shared, stream: WireStream, admitted: Admitted) -> None:
         super().__init__(shared, stream, admitted)
         self._idle_seconds = shared.limits.head_seconds
+        self._ends = time.monotonic() + shared.limits.head_seconds  # until it shows a handle
+
+    def _one(self) -> bool:
+        return super()._one() and time.monotonic() < self._ends
 
     def _admitted(self, head: Head) -> tuple[ExportedDisk, DiskOperation, Request]:
         """As of its parent. Raises UnknownHandle, too."""
@@ -44,7 +49,7 @@ class DataConnection(ServedConnection):
         with parsing("a handle"):
             handle = check_handle(args["handle"])
         session = shared.sessions.holder(handle, number)
-        self._idle_seconds = shared.limits.idle_seconds
+        self._idle_seconds, self._ends = shared.limits.idle_seconds, math.inf
         assert disk is not None  # the handle is of one that is there
         role = CallerRole.READER if name == READ else CallerRole.WRITER
         return disk, operation, Request(session=session, role=role, disk=number, args=args)

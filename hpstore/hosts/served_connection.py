@@ -8,6 +8,7 @@ pieces. What does not fit ends the connection.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class ServedConnection:
         self._who, self._role = admitted.who, admitted.role
         self._session: tuple[str, str] | None = None
         self._idle_seconds = shared.limits.idle_seconds  # between two requests
+        self._ends = math.inf  # when bodies that nobody takes are waited for no more
         self._until = 0.0  # when the caller of this request gives up
 
     def serve(self) -> None:
@@ -286,10 +288,11 @@ class ServedConnection:
 
     def _drain(self, left: list[int]) -> None:
         """Take the rest of a body, so that its sender comes to the answer."""
-        self._stream.limit(self._shared.limits.body_seconds)
         waste = memoryview(bytearray(min(left[0], _PLAIN_BODY_BYTES)))
         while left[0]:
             part = waste[: min(left[0], len(waste))]
+            ends = self._ends - time.monotonic()
+            self._stream.limit(min(self._shared.limits.body_seconds, ends))
             self._stream.fill(part)
             left[0] -= len(part)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -24,6 +25,7 @@ from hpstore.hosts.admission import admit_certified
 from hpstore.hosts.caller_sessions import CallerSessions, HeldFile, UnknownHandle
 from hpstore.hosts.certificates import make_caller, make_host
 from hpstore.hosts.device_calls import CallerRole
+from hpstore.hosts.host_limits import HostLimits
 from hpstore.hosts.host_service import HostService
 from hpstore.runtime.mutual_tls import TlsFiles
 from hpstore.runtime.wire_stream import WireStream
@@ -229,6 +231,38 @@ def test_the_service_tells_its_sessions_when_certificates_end(
         )
     reader.close()
     device.close()
+
+
+@pytest.mark.parametrize("body_bytes", [0, 4 * MIB])
+def test_who_shows_no_handle_is_not_kept_by_asking_again(tmp_path: Path, body_bytes: int) -> None:
+    """Neither by handles that nobody has, nor by a body that comes a byte at a time."""
+    limits = HostLimits(head_seconds=0.5)
+    (tmp_path / "disk").mkdir()
+    with HostService("127.0.0.1", 0, limits=limits, data_port=0) as made:
+        made.export(LocalDevice(str(tmp_path / "disk")))
+        args = json.dumps({"handle": "a" * 32, "offset": 0})
+        head = (
+            f"POST /v1/0/write HTTP/1.1\r\nHpd-Deadline-Ms: 5000\r\nHpd-Args: {args}\r\n"
+            f"Content-Length: {body_bytes}\r\n\r\n"
+        ).encode()
+        with socket.create_connection(("127.0.0.1", data_port(made)), 10) as sock:
+            sock.settimeout(0.1)
+            if body_bytes:
+                sock.sendall(head)
+            ended = False
+            for _ in range(50):
+                with contextlib.suppress(OSError):
+                    sock.sendall(b"x" if body_bytes else head)
+                try:
+                    ended = not sock.recv(65536)
+                except TimeoutError:
+                    continue
+                except OSError:
+                    ended = True
+                if ended:
+                    break
+                time.sleep(0.1)
+            assert ended
 
 
 def test_roles_hold_for_control_and_a_service_without_the_port_is_refused(
