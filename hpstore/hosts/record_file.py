@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 FILE = "registers.sqlite"
 MOST_RECORDS = 1 << 20  # of all pools: some 200 of them, with a few places that they have left
 _BUSY_SECONDS = 2.0
+_TURN_SECONDS = 5.0  # behind others: where the disk hangs, no thread waits for it but one
 _TABLES = (
     "CREATE TABLE IF NOT EXISTS records"
     " (name TEXT PRIMARY KEY, revision INTEGER NOT NULL, data BLOB NOT NULL) WITHOUT ROWID",
@@ -110,7 +111,7 @@ class RecordFile:
         return int(count)
 
     def _transaction(self, begin: str, act: Callable[[], T]) -> T:
-        with self._turn, self._failures():
+        with self._in_turn(), self._failures():
             self._file.execute(begin)
             try:
                 found = act()
@@ -122,6 +123,18 @@ class RecordFile:
             return found
 
     @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        if not self._turn.acquire(timeout=_TURN_SECONDS):
+            raise DeviceError(
+                f"the registers of this host have kept others waiting for {_TURN_SECONDS:.0f} s: "
+                "its disk hangs, or they are asked too much"
+            )
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
         try:
             yield
@@ -130,8 +143,8 @@ class RecordFile:
             raise DeviceError(f"the registers of this host cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Idempotent."""
-        with self._turn:
+        """Idempotent. A call that hangs on its disk is left behind, and the file with it."""
+        with contextlib.suppress(DeviceError), self._in_turn():
             self._file.close()
 
 

@@ -323,3 +323,25 @@ def test_a_reader_may_not_write_registers_and_only_a_keeper_the_membership(
     assert keeper.read("record", 5.0).data == b"members"
     for one in (reader, writer, keeper):
         one.close()
+
+
+def test_registers_on_a_disk_that_hangs_keep_no_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds one of the connections by which the disks of this host are reached, too."""
+    monkeypatch.setattr("hpstore.hosts.record_file._TURN_SECONDS", 0.05)
+    file = RecordFile(tmp_path)
+    ended = threading.Event()
+
+    def calls() -> None:
+        for call in (lambda: file.read(["p/0/a"]), lambda: file.remove(["p/0/a"])):
+            with pytest.raises(DeviceError, match="its disk hangs"):
+                call()
+        file.close()
+        ended.set()
+
+    with file._turn:  # as a call does that is in a sync
+        threading.Thread(target=calls, daemon=True).start()
+        assert ended.wait(10)
+    assert file.read(["p/0/a"])[0].data is None
+    file.close()
