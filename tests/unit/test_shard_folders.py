@@ -156,6 +156,33 @@ def test_pickles_in_mds_are_left_out_or_refused(tmp_path: Path) -> None:
     assert [plain(item.sample)["n"] for item in items_of(source)] == [n - 5 for n in range(10)]
 
 
+class Trap:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
+        return Path.touch, (self.where,)
+
+
+def test_a_pickle_behind_a_column_without_a_field_is_not_loaded(tmp_path: Path) -> None:
+    """Fields are then inferred from samples, which reads them: the pickle is refused before."""
+    module = package("streaming.base.format.mds", "mds")
+    folder, trace = tmp_path / "a", tmp_path / "ran"
+    columns = {"a": "ndarray", "b": "pkl"}  # arrays of any shape: no field by the index
+    with module.MDSWriter(out=str(folder), columns=columns) as writer:
+        writer.write({"a": np.zeros(3, np.int16), "b": Trap(trace)})
+    source = open_source(folder)
+    with pytest.raises(ConfigError, match=r"'b' holds pickles.*fields=\['a'\]"):
+        assert source.fields
+    (item,) = items_of(source)
+    assert "pickle" in item.problem
+    assert not trace.exists()
+    source.restrict(["a"], {})
+    assert plain(items_of(source)[0].sample) == {"a": [0, 0, 0]}
+
+
 @pytest.mark.parametrize(
     ("edit", "said"),
     [

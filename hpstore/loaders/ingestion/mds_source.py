@@ -41,6 +41,10 @@ class _Column:
     encoding: str
     nbytes: int  # of every value; 0: each has its own size
 
+    @property
+    def is_unsafe(self) -> bool:
+        return self.encoding.partition(":")[0] in _UNSAFE
+
 
 class MdsShards(IndexedSource):
     """Samples of MDS shards by number, in the order of the index.
@@ -89,16 +93,16 @@ class MdsShards(IndexedSource):
 
     @property
     def fields(self) -> dict[str, Field] | None:
-        found: dict[str, Field] = {}
-        for column in self._columns:
-            if column.name not in self._names:
-                continue
-            if column.encoding in _UNSAFE:
-                others = [one.name for one in self._columns if one.encoding not in _UNSAFE]
+        wanted = [column for column in self._columns if column.name in self._names]
+        for column in wanted:  # before any sample is read to tell the fields of others
+            if column.is_unsafe:
+                others = [one.name for one in self._columns if not one.is_unsafe]
                 raise ConfigError(
                     f"{self.where}: column {column.name!r} holds pickles, and loading them may run "
                     f"any code: leave it out with fields={others}. Nothing was written"
                 )
+        found: dict[str, Field] = {}
+        for column in wanted:
             made = _field(column.encoding)
             if made is None and column.name not in self._types:
                 return None
@@ -138,6 +142,8 @@ class MdsShards(IndexedSource):
         for column in self._columns:
             nbytes = column.nbytes or next(sizes)
             if column.name in self._names:
+                if column.is_unsafe:
+                    raise ValueError(f"column {column.name!r} holds a pickle, which is not loaded")
                 raw = data[at : at + nbytes]
                 plain = column.encoding in _ENCODED
                 sample[column.name] = raw if plain else self._decode(column.encoding, raw)
