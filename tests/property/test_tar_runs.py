@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpstore.errors import IngestError
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.ingestion import tar_index
+from hpstore.loaders.ingestion import tar_index, tar_runs
 from hpstore.loaders.ingestion.tar_runs import TarRun
 from hpstore.loaders.ingestion.webdataset_source import TarShards
 
@@ -131,3 +131,24 @@ def test_a_tar_that_shrinks_between_scan_and_read_has_bad_records(tmp_path: Path
     bad = [item for item in items if item.problem]
     assert 0 < len(bad) < len(items)
     assert all("the tar has changed" in item.problem for item in bad)
+
+
+@pytest.mark.parametrize("library", [True, False])
+@pytest.mark.parametrize("name", [b"a/", b"a/\0junk", b"a.txt\0b/"])
+def test_folders_of_the_oldest_tars_are_told_by_the_name_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: bytes, library: bool
+) -> None:
+    """What lies behind the name's zero says nothing: the header counts no bytes that follow."""
+    if not library:
+        monkeypatch.setattr(tar_runs, "tar_headers", lambda *_: None)
+    path = tmp_path / "t.tar"
+    body = tarfile.TarInfo("b.txt")
+    body.size = 1
+    header = bytearray(512)
+    header[: len(name)], header[124:136] = name, b"%011o\0" % 512
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    path.write_bytes(bytes(header) + body.tobuf() + b"x".ljust(512, b"\0") + bytes(1024))
+    found = facts(path)
+    monkeypatch.setattr(tar_index, "tar_run", no_run)
+    assert facts(path) == found

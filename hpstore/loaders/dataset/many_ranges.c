@@ -92,13 +92,8 @@ static int64_t plain_size(const uint8_t *block, int64_t *name_bytes)
         return -1;
     const uint8_t *end = memchr(block, 0, NAME);
     *name_bytes = end ? end - block : NAME;
-    if (!block[KIND]) {
-        int last = NAME;
-        while (last && !block[last - 1])
-            last--;
-        if (last && block[last - 1] == '/')
-            return -1;
-    }
+    if (!block[KIND] && block[*name_bytes - 1] == '/')
+        return -1;
     return octal(block + SIZE, 11);
 }
 

@@ -111,6 +111,6 @@ def _intact(table: Bytes) -> int:
     plain &= old | (table[:, _KIND] == ord("0"))
     slash = np.zeros(len(table), np.bool_)
     for row in np.flatnonzero(old & plain).tolist():
-        slash[row] = table[row, :100].tobytes().rstrip(b"\0").endswith(b"/")
+        slash[row] = table[row, :100].tobytes().partition(b"\0")[0].endswith(b"/")
     bad = np.flatnonzero(~octal | (said != sums) | ~plain | slash)
     return int(bad[0]) if len(bad) else len(table)
