@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpstore.loaders import IngestProgress, ingest
+from hpstore.loaders import IngestProgress, ingest, open_source
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource
+from hpstore.loaders.ingestion.write_order import BlockRecords, IngestPosition
 from hpstore.pool.pool import Pool
 from tests.integration.ingest_cases import Stop, images, make_pool
 from tests.unit.test_ingest_sources import shard, write_tar
@@ -92,6 +94,20 @@ def test_a_resumed_ingest_counts_what_came_before(pool: Pool, tmp_path: Path) ->
     assert report.resumed_samples > COUNT // 2
     assert all(0.5 * COUNT < (one.total or 0) < 2 * COUNT for one in told)
     assert told[-1].total == COUNT
+
+
+def test_a_file_that_is_gone_is_a_bad_record(tmp_path: Path) -> None:
+    """Its size, for the estimate, cannot be asked for: that ends nothing."""
+    source = open_source(several(tmp_path))
+    assert isinstance(source, BlockwiseSource)
+    assert source.fields
+    (tmp_path / "c.jsonl.gz").unlink()
+    records = BlockRecords(source, None, 1 << 14)
+    rows = records.read_rows(IngestPosition(), 1 << 14)
+    items = [item for placed in rows for item in placed.rows.items()]
+    assert len(items) == COUNT - 100 + 1
+    assert "FileNotFound" in items[-1].problem
+    assert records.expected == len(items)
 
 
 def test_a_known_length_is_no_estimate(pool: Pool, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Both are functions of the seed and the source, so a position is the state of an 
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -145,7 +146,7 @@ class BlockRecords(RecordOrder):
         if not records or not nbytes:
             return None
         if not self._source_bytes:
-            self._source_bytes = sum(map(self._source.block_bytes, range(self._source.blocks)))
+            self._source_bytes = sum(map(self._bytes_of, range(self._source.blocks)))
         return max(records, round(records / nbytes * self._source_bytes))
 
     def describe(self) -> dict[str, object]:
@@ -188,11 +189,11 @@ class BlockRecords(RecordOrder):
         """What is read at a time, in the order of reading. `before`: records that come earlier."""
         source = self._source
         known = source.length is not None
-        done = 0 if known else sum(map(source.block_bytes, self._numbers(0, block)))
+        done = 0 if known else sum(map(self._bytes_of, self._numbers(0, block)))
         for at in range(block, source.blocks):
             (which,) = self._numbers(at, at + 1)
             first = record if at == block else 0
-            nbytes = 0 if known else source.block_bytes(which)
+            nbytes = 0 if known else self._bytes_of(which)
             for rows in source.read_rows(which, first):
                 before += len(rows)
                 self._seen = (before, done + min(nbytes, source.bytes_read()))
@@ -201,6 +202,12 @@ class BlockRecords(RecordOrder):
                 first += len(rows)
             done += nbytes
             self._seen = (before, done)
+
+    def _bytes_of(self, block: int) -> int:
+        """For estimates alone: a file that is gone is said by whoever reads it."""
+        with contextlib.suppress(OSError):
+            return max(0, self._source.block_bytes(block))
+        return 0
 
     def _numbers(self, low: int, high: int) -> list[int]:
         """Blocks of the source at these places in the order of reading."""
