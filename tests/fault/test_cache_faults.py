@@ -218,6 +218,42 @@ def test_a_write_that_hangs_over_the_close_keeps_its_files(
     poll(PATIENCE, lambda: max(part.file._blocks, part.file._table) < 0)
 
 
+def test_a_read_that_goes_on_over_the_close_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are closed when it has ended: it has its blocks, and no error of the disk is counted."""
+    run = Run(tmp_path)
+    run.passes(1)
+    part = insides(run.cache)[0].stocks[run.source.name].disk
+    assert part is not None
+    tier, there = part.tier, np.flatnonzero(part.file.checks)[:1]
+    read, entered, released = DiskFile.read, threading.Event(), threading.Event()
+
+    def slow(file: DiskFile, blocks: Int64s) -> object:
+        entered.set()
+        assert released.wait(PATIENCE)
+        return read(file, blocks)
+
+    monkeypatch.setattr(DiskFile, "read", slow)
+    found: list[object] = []
+    reader = threading.Thread(target=lambda: found.extend(tier.read(part, there)))
+    reader.start()
+    assert entered.wait(PATIENCE)
+    join, still_open = tier._reads.close, list[bool]()
+
+    def joining(limit_seconds: float) -> None:
+        still_open.append(min(part.file._blocks, part.file._table) >= 0)
+        released.set()
+        join(limit_seconds)
+
+    monkeypatch.setattr(tier._reads, "close", joining)
+    run.cache.close()
+    reader.join(PATIENCE)
+    assert still_open == [True]
+    assert [one is None for one in found] == [False]
+    assert max(part.file._blocks, part.file._table) < 0
+
+
 def test_two_caches_on_one_path_are_refused_with_the_holders_name(tmp_path: Path) -> None:
     """In this process and in another one; free again when the holder is killed."""
 

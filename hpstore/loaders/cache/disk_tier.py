@@ -216,8 +216,8 @@ class DiskTier(Closing):
         if self._lock_fd < 0:
             return
         files = [part.file for part in self._parts.values()]
+        self._reads.close(JOIN_SECONDS)  # first: what is read now has its files until it ends
         self._writes.close(JOIN_SECONDS, {_LANE: partial(_close_all, files)})
-        self._reads.close(JOIN_SECONDS)
         fd, self._lock_fd = self._lock_fd, -1
         os.close(fd)  # not an explicit unlock: a forked child's copy is its own affair
 
