@@ -179,3 +179,13 @@ def test_of_many_files_a_bad_one_is_seen(library: bool) -> None:
             values[row] = bad
             wanted = any(image_problem(v, e) for v, e in zip(values, endings, strict=True))
             assert any_problem(some_rows(values, 1), endings.__getitem__) is wanted
+
+
+@LIBRARY
+@pytest.mark.usefixtures("without")
+def test_ranges_without_an_offset_each_are_refused(tmp_path: Path) -> None:
+    """Before C reads offsets that are not there."""
+    (tmp_path / "f").write_bytes(bytes(8))
+    out, ones = np.zeros(8, np.uint8), np.ones(4, np.int64)
+    with (tmp_path / "f").open("rb") as file, pytest.raises(ValueError, match="1 offsets for 4"):
+        read_ranges(file.fileno(), ones[:1], out, ones, ones)

@@ -69,6 +69,8 @@ def read_ranges(file: int, offsets: Int64s, out: Bytes, starts: Int64s, lengths:
     before a range does.
     """
     _require_inside(out, starts, lengths)
+    if len(offsets) != len(starts):
+        raise ValueError(f"{len(offsets)} offsets for {len(starts)} ranges")
     library = _installed()
     if library is None:
         got = _read_one_by_one(file, offsets, out, starts, lengths)
