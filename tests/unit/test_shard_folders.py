@@ -156,6 +156,15 @@ def test_pickles_in_mds_are_left_out_or_refused(tmp_path: Path) -> None:
     assert [plain(item.sample)["n"] for item in items_of(source)] == [n - 5 for n in range(10)]
 
 
+def test_an_array_of_a_shape_that_is_none_is_a_bad_record(tmp_path: Path) -> None:
+    """In an index that lies; the error is not one of Python's own."""
+    folder = mds(tmp_path, 3)
+    change(folder, lambda i: i["shards"][0]["column_encodings"].__setitem__(1, "ndarray:int16:x"))
+    source = open_source(folder)
+    assert source.fields is None
+    assert all("invalid literal" in item.problem for item in items_of(source))
+
+
 class Trap:
     """Leaves a trace when it is unpickled."""
 

@@ -172,8 +172,9 @@ def _field(encoding: str) -> Field | None:
     if encoding in _FIELDS:
         return Field(_FIELDS[encoding])
     kind, *rest = encoding.split(":")
-    if kind == "ndarray" and len(rest) == 2:
-        return Field(rest[0], tuple(int(part) for part in rest[1].split(",")))
+    shape = rest[1].split(",") if kind == "ndarray" and len(rest) == 2 else []
+    if shape and all(map(str.isdecimal, shape)):
+        return Field(rest[0], tuple(map(int, shape)))
     return None
 
 
