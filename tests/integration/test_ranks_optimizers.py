@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpstore
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.state.unnamed_optimizers import meanings, require_one_meaning
 from hpstore.errors import CheckpointMismatch
 from tests.integration.ranks import launch, make_pool, open_pool, raised, together
 
@@ -69,6 +70,24 @@ def test_parameters_with_numbers_must_be_as_many(pool: hpstore.Pool) -> None:
                 {"e": other["experts"]["0"], "s": other["shared"], "o": more}, strict=False
             )
         assert torch.equal(other["shared"].weight, before)
+
+
+def test_names_of_one_model_do_not_depend_on_what_else_the_state_lists() -> None:
+    """A backbone beside the model that has it, or torch.compile on one rank, refused the save."""
+    states: list[dict[str, Any]] = []
+    for rank in range(2):
+        model, optimizer = mixture([rank], 0)
+        states.append({"a": model["shared"], "model": model, "optimizer": optimizer})
+    assert [meanings(state) for state in states] == [{}, {}]
+    states = []
+    for rank in range(2):
+        model, optimizer = mixture([0], 0)
+        shared: Any = torch.compile(model["shared"]) if rank else model["shared"]
+        parts = [("shared", shared), ("experts", model["experts"]), ("layer", model["shared"])]
+        states.append({**dict(parts[:: -1 if rank else 1]), "optimizer": optimizer})
+    found = [meanings(state) for state in states]
+    assert found[0].keys() == {"optimizer"}
+    require_one_meaning(1, found)
 
 
 def go_on(rank: int, world: int, directory: Path, kind: str) -> None:

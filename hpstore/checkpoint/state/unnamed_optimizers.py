@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpstore.checkpoint.state.optimizers import named_parameters
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_plain, join
 from hpstore.errors import CheckpointError
 from hpstore.format.checksum import digest128
@@ -27,15 +28,14 @@ class _Finder:
 
     def __init__(self) -> None:
         self.optimizers: dict[str, Optimizer] = {}
-        self.called: dict[torch.Tensor, tuple[str, str]] = {}  # path of the model, name there
+        self.models: list[tuple[str, torch.nn.Module]] = []
 
     def look_at(self, path: str, value: Any, depth: int = 0) -> None:
         """Enter what is in a value."""
         if isinstance(value, Optimizer):
             self.optimizers[path] = value
         elif isinstance(value, torch.nn.Module):
-            for name, parameter in value.named_parameters():
-                self.called.setdefault(parameter, (path, name))
+            self.models.append((path, value))
         elif depth < MAX_DEPTH and isinstance(value, Mapping):
             if not is_plain(value.values()):
                 for name, child in value.items():
@@ -44,20 +44,39 @@ class _Finder:
             for number, child in enumerate(value):
                 self.look_at(join(path, number), child, depth + 1)
 
+    def called(self) -> dict[torch.Tensor, tuple[str, str]]:
+        """Parameters by the path of their model and their name there: the least where there are
+        several, as ranks may list their models in other orders."""
+        found: dict[torch.Tensor, tuple[str, str]] = {}
+        for path, model in self.models:
+            for parameter, name in named_parameters(model).items():
+                found[parameter] = min((path, name), found.get(parameter, (path, name)))
+        return found
+
 
 def meanings(state: Mapping[str, Any]) -> dict[str, str]:
     """Of each optimizer with moments by number a digest of the parameters that it updates."""
     finder = _Finder()
     for name, value in state.items():
         finder.look_at(name, value)
+    unnamed = [
+        (path, optimizer)
+        for path, optimizer in finder.optimizers.items()
+        if any(optimizer.state.values()) and not _of_one_model(optimizer, finder.models)
+    ]
+    called = finder.called() if unnamed else {}
     found = {}
-    for path, optimizer in finder.optimizers.items():
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        owners = {finder.called.get(p, ("", ""))[0] for p in parameters}
-        if len(owners) > 1 and any(optimizer.state.values()):
-            said = [list(finder.called.get(p, ("", ""))) for p in parameters]
-            found[path] = digest128(repr(said).encode()).hex()
+    for path, optimizer in unnamed:
+        said = [list(called.get(p, ("", ""))) for g in optimizer.param_groups for p in g["params"]]
+        found[path] = digest128(repr(said).encode()).hex()
     return found
+
+
+def _of_one_model(optimizer: Optimizer, models: Sequence[tuple[str, torch.nn.Module]]) -> bool:
+    """Whether it is saved by the names of one model, or no model has any of its parameters."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = [wanted & {id(p) for p in model.parameters()} for _, model in models]
+    return wanted in held or not any(held)
 
 
 def require_one_meaning(step: int, of_ranks: Sequence[Mapping[str, str]]) -> None:
