@@ -10,6 +10,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
+from hpstore.checkpoint.save import staging_memory
 from hpstore.checkpoint.save.host_copy import Copier
 from hpstore.checkpoint.save.staging_memory import MOST_SMALL
 from hpstore.errors import CheckpointError
@@ -108,6 +109,27 @@ def test_many_small_tensors_are_watched_by_a_part(
         Meddler(monkeypatch, state["x"][MOST_SMALL - 1])
         with pytest.raises(CheckpointError, match=f"'x/{MOST_SMALL - 1}' was changed"):
             ckpt.save(2, state).result()
+
+
+def test_many_small_tensors_on_a_device_are_watched_by_a_part(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them were looked at there, which 100,000 make slow."""
+    accelerator = FakeAccelerator()
+    state = {"x": [torch.ones(1) for _ in range(MOST_SMALL + 5)]}
+    accelerator.take(state["x"])
+    looks = []
+    look = staging_memory._version
+
+    def look_at(tensor: torch.Tensor) -> int:
+        looks.append(tensor)
+        return look(tensor)
+
+    monkeypatch.setattr(staging_memory, "_version", look_at)
+    options = SaveOptions(accelerator=accelerator)
+    with Checkpointer(pool, "run", rng=False, save=options) as ckpt:
+        ckpt.save(1, state).result()
+    assert len(looks) == 2 * MOST_SMALL
 
 
 def test_a_tensor_of_inference_mode_has_no_counter(pool: hpstore.Pool) -> None:

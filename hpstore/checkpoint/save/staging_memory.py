@@ -104,6 +104,7 @@ class Staging:
         self._lock = threading.Lock()  # guards _checked and _error
         self._error: BaseException | None = None
         self.visible_seconds = 0.0  # that the training thread waited in finish()
+        looks = MOST_SMALL  # left for small ones, on a device too
         for n in staged.copies:
             source = staged.tensors[n]
             on_host = accelerator is None or not accelerator.holds(source)
@@ -116,10 +117,11 @@ class Staging:
                 )
                 (self._later if on_host else self._beside).append(copy)
             else:
-                if source.nbytes >= SMALL_ITEM_BYTES or len(self._small) < MOST_SMALL:
+                small = staged.items[n].length < SMALL_ITEM_BYTES
+                if not small or looks:
+                    looks -= small
                     self._before.append((n, _version(source)))
                 if on_host:
-                    small = staged.items[n].length < SMALL_ITEM_BYTES
                     (self._small if small else self._now).append(n)
                 else:
                     self._there.append((targets[n], source))

@@ -279,7 +279,7 @@ def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> J
         )
     if not is_plain_tensor(value):
         require_plain(value, f"state {path!r}")
-    if value.is_meta or isinstance(value, FakeTensor):
+    if value.is_meta or (not plain and isinstance(value, FakeTensor)):
         kind = "meta" if value.is_meta else "fake"
         raise CheckpointError(
             f"state {path!r} is a {kind} tensor: it holds no values to save. Nothing was written"
