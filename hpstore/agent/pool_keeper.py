@@ -85,7 +85,7 @@ class PoolKeeper:
     def closing(self, member: Member, *, whole_host: bool) -> Iterator[None]:
         """While the block closes a device, or all of its host, for an eviction: if this agent is
         killed in it, its successor opens them again, of a host also one that an operator drains:
-        the record has no room to tell them apart. Raises as confirm()."""
+        the record has no room to distinguish them. Raises as confirm()."""
         found = self._admin.record.members if whole_host else [member]
         open_now = [m for m in found if m.domain == member.domain and m.state is DeviceState.ONLINE]
         if not self.shared or not open_now:
