@@ -19,6 +19,8 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any  # what JSON holds
 
+from hpstore.testing.stopping import stop_process
+
 _START_SECONDS = 30.0
 
 
@@ -121,7 +123,7 @@ class EtcdCluster:
 
     def stop(self, number: int) -> None:
         """SIGSTOP a member: its connections stay, nothing is answered."""
-        self._processes[number].send_signal(signal.SIGSTOP)
+        stop_process(self._processes[number].pid)
 
     def go_on(self, number: int) -> None:
         """SIGCONT a member."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -229,11 +228,11 @@ class HostCluster(Closing):
 
     def stop(self, name: str) -> None:
         """SIGSTOP all that runs on a host: its kernel answers, nothing else does."""
-        self.network.send(name, signal.SIGSTOP)
+        self.network.stop(name)
 
     def go_on(self, name: str) -> None:
         """SIGCONT."""
-        self.network.send(name, signal.SIGCONT)
+        self.network.go_on(name)
 
     def skew(self, name: str, seconds: int) -> None:
         """Set the wall clock of what is started there from now on."""

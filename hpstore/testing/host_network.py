@@ -22,6 +22,7 @@ from pathlib import Path
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.process_identity import started
 from hpstore.testing.scratch import fails, run
+from hpstore.testing.stopping import stop_process
 
 _NAME = re.compile(r"hpnet-(\d+)-(\d+)-.+")
 _NAMESPACES = Path("/run/netns")
@@ -142,11 +143,17 @@ class HostNetwork(Closing):
         """Ids of all that run there."""
         return _inside(self.namespace(name))
 
-    def send(self, name: str, number: signal.Signals) -> None:
-        """A signal to all that run there."""
+    def stop(self, name: str) -> None:
+        """SIGSTOP all that run there; on return none of them does."""
         for pid in self.processes(name):
             with suppress(ProcessLookupError):
-                os.kill(pid, number)
+                stop_process(pid)
+
+    def go_on(self, name: str) -> None:
+        """SIGCONT."""
+        for pid in self.processes(name):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
     def kill(self, name: str) -> None:
         """SIGKILL all that run there; on return nothing runs."""

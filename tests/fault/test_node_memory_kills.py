@@ -20,6 +20,7 @@ from hpstore.node_memory.keeper_session import KeeperSession
 from hpstore.node_memory.meeting_place import keeper_directory
 from hpstore.pool.pool import Pool
 from hpstore.runtime.local_messages import Lost
+from hpstore.testing.stopping import stop_process
 from hpstore.units import KIB
 from tests.fault.common import poll
 
@@ -164,7 +165,7 @@ def test_a_trainer_that_is_stopped_as_it_fills_stops_no_other(
 ) -> None:
     monkeypatch.setattr("hpstore.loaders.batching.node_pages.STALL_SECONDS", 0.5)
     with trainer(toml, pages=10) as stopped:
-        os.kill(stopped.pid, signal.SIGSTOP)
+        stop_process(stopped.pid)
         with closing(DataLoader(Dataset(pool, "d"), 8, shuffle="window")) as loader:
             stats = whole(loader)
         assert stats["node_memory"] == "shared"
@@ -174,7 +175,7 @@ def test_a_trainer_that_is_stopped_as_it_fills_stops_no_other(
 def test_a_keeper_that_is_stopped_holds_no_loader_up(pool: Pool, toml: Path) -> None:
     with trainer(toml):
         (keeper,) = keepers(pool)
-        os.kill(keeper, signal.SIGSTOP)
+        stop_process(keeper)
         began = time.monotonic()
         with closing(DataLoader(Dataset(pool, "d"), 8, shuffle=True)) as loader:
             next(iter(loader))

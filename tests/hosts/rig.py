@@ -13,6 +13,7 @@ from pathlib import Path
 
 import hpstore
 from hpstore.config import Settings
+from hpstore.testing.stopping import stop_process
 from hpstore.units import MIB
 from tests.hosts import serve
 
@@ -47,6 +48,12 @@ class RigHost:
         assert self.process is not None
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    def stop(self) -> None:
+        """SIGSTOP; on return it answers nothing."""
+        assert self.process is not None
+        assert self.process.pid is not None
+        stop_process(self.process.pid)
 
     def kill(self) -> None:
         """SIGKILL; on return it is gone."""

@@ -184,7 +184,7 @@ def test_while_that_host_is_stopped_conditional_puts_and_changes_are_refused_and
     """SIGSTOP: its connections stay. When it goes on, so do they; the same after a restart."""
     with grow(tmp_path, hosts) as pool:
         pool.put("k", b"x", if_absent=True)
-        hosts[1].send(signal.SIGSTOP)
+        hosts[1].stop()
         try:
             for _ in range(2):
                 with pytest.raises(RegistersUnavailable, match="Nothing was changed"):

@@ -130,7 +130,7 @@ def test_a_stopped_host_costs_one_pause(hosts: list[RigHost], tmp_path: Path) ->
     with create(tmp_path, hosts, deadline_seconds=3.0) as pool:
         for number in range(8):
             pool.put(f"k{number}", noise(MIB, number))
-        hosts[2].send(signal.SIGSTOP)
+        hosts[2].stop()
         began = time.monotonic()
         assert bytes(pool.get("k0")) == noise(MIB, 0)
         first = time.monotonic() - began
@@ -161,7 +161,7 @@ def test_beside_a_stopped_host_each_call_after_the_first_waits_little(
         for number in range(3):
             pool.put(f"k{number}", noise(MIB, number))
         monkeypatch.setattr(HostLinks, "_timeout", counted)
-        hosts[2].send(signal.SIGSTOP)
+        hosts[2].stop()
         pool.scrub()
         long = [seconds for seconds in waits if seconds > 1]
         assert len(waits) > 2 * len(long)

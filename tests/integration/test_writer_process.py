@@ -22,6 +22,7 @@ from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ConfigError, VersionConflict
+from hpstore.testing.stopping import stop_process
 from tests.fault.common import poll
 from tests.integration.nets import Net, adamw, same, train
 from tests.integration.writer_cases import alive, writer
@@ -165,7 +166,7 @@ def test_a_fork_that_saves_has_memory_of_its_own(pool: hpstore.Pool) -> None:
     with checkpointer(pool) as ckpt:
         ckpt.save(1, {"w": torch.ones(BIG)}).result()
         process = writer(ckpt).process_id
-        os.kill(process, signal.SIGSTOP)
+        stop_process(process)
         handle = ckpt.save(2, {"w": torch.full((BIG,), 2.0)})
         arena = ckpt.saver._stage.arena
         child = os.fork()
@@ -253,7 +254,7 @@ def test_a_writer_that_is_killed_before_it_has_begun_is_replaced(pool: hpstore.P
     with checkpointer(pool) as ckpt:
         ckpt.save(1, {"w": torch.ones(BIG)}).result()
         process = writer(ckpt).process_id
-        os.kill(process, signal.SIGSTOP)
+        stop_process(process)
         handle = ckpt.save(2, {"w": torch.zeros(BIG)})
         os.kill(process, signal.SIGKILL)
         assert handle.result().step == 2

@@ -12,6 +12,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import CheckpointError
+from hpstore.testing.stopping import stop_process
 from tests.fault.common import poll
 from tests.integration.ranks import launch, make_pool, open_pool
 from tests.integration.writer_cases import alive, writer
@@ -97,7 +98,7 @@ def die_when_all_is_handed_over(rank: int, world: int, directory: Path, ends: st
         ckpt = Checkpointer(pool, "run", save=PROCESS)
         ckpt.save(1, state_of(ckpt, rank, 1)).result()
         note_writer(ckpt, directory, rank)
-        os.kill(writer(ckpt).process_id, signal.SIGSTOP)  # nothing is written before all are dead
+        stop_process(writer(ckpt).process_id)  # nothing is written before all are dead
         handle = ckpt.save(2, state_of(ckpt, rank, 2))
         client = writer(ckpt)
         os.kill(client.process_id, signal.SIGCONT)
@@ -215,7 +216,7 @@ def pause_one(rank: int, world: int, directory: Path) -> None:
 
             client.start = start_another  # type: ignore[method-assign]
             client.answer_seconds = 3.0
-            os.kill(process, signal.SIGSTOP)
+            stop_process(process)
         handle = ckpt.save(2, state_of(ckpt, rank, 2))
         ckpt.wait()
         if rank:
