@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from hpstore.checkpoint.catalog.hidden_steps import Rollback
-from hpstore.checkpoint.catalog.retain_steps import decisions_now
+from hpstore.checkpoint.catalog.retain_steps import decisions_now, remove_steps
 from hpstore.checkpoint.catalog.retention import Retention, StepDecision
 from hpstore.checkpoint.catalog.rollback import (
     may_take_back,
@@ -18,6 +18,7 @@ from hpstore.checkpoint.catalog.rollback import (
 )
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.step_watch import WatchLoop, WatchOptions
+from hpstore.checkpoint.catalog.writer_fence import manifests_of
 from hpstore.checkpoint.diff.step_diff import StepDiff, diff_steps
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress
@@ -235,9 +236,11 @@ class Steps:
         """
         self._settled()
         now_ms = SystemClock().wall_ms()
+        there = manifests_of(self._catalog.pool, self._catalog.prefix)
         decisions = decisions_now(self._catalog, self._retention, now_ms=now_ms)
         if not dry_run:
-            self._catalog.delete_all([found.step for found in decisions if not found.stays])
+            going = [found.step for found in decisions if not found.stays]
+            remove_steps(self._catalog, going, there)
         return decisions
 
     def protect(self, step: int, name: str) -> None:

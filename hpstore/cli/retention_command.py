@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -60,6 +60,8 @@ def retention(
 
     hpstore checkpoint retention pool.toml runs/gpt --keep-last 3 --keep-every 1000 --keep-for 7d
     """
+    from hpstore.checkpoint.catalog.writer_fence import manifests_of
+
     if yes and dry_run:
         raise ConfigError("--yes deletes, --dry-run does not; nothing was read. Leave one out")
     rules = _rules(keep_last, keep_every, keep_best, best_count, keep_for)
@@ -67,6 +69,7 @@ def retention(
     may_delete = not dry_run and (yes or (on_terminal() and not as_json))
     with hpstore.open(pool, read_only=not may_delete) as opened:
         steps = _steps_by_number(opened, prefix)
+        there = manifests_of(opened, steps.prefix)
         decisions = _decisions(steps, rules)
         going = [found.step for found in decisions if not found.stays]
         if not as_json:
@@ -75,7 +78,7 @@ def retention(
         failed = ""
         if going and may_delete:
             agree(f"delete steps {first_of([str(step) for step in going])} of {prefix}", yes=yes)
-            deleted, failed = _delete(steps, rules, going)
+            deleted, failed = _delete(steps, rules, {s: there[s] for s in going if s in there})
     if as_json:
         rows = [found.as_dict() for found in decisions]
         emit_json({"steps": rows, "going": going, "deleted": deleted, "failed": failed})
@@ -142,15 +145,19 @@ def _show(decisions: Sequence[StepDecision], going: Collection[int]) -> None:
     sys.stdout.write(f"{stay}, {len(going)} {'goes' if len(going) == 1 else 'go'}\n")
 
 
-def _delete(steps: StepCatalog, rules: Retention, agreed: Collection[int]) -> tuple[list[int], str]:
+def _delete(
+    steps: StepCatalog, rules: Retention, agreed: Mapping[int, str]
+) -> tuple[list[int], str]:
     """Delete those that were agreed to and still go: a step may have been protected, or become
     part of another run's last ones, while the question was asked. What is deleted, and what went
     wrong."""
+    from hpstore.checkpoint.catalog.retain_steps import remove_steps
+
     going = [found.step for found in _decisions(steps, rules) if not found.stays]
     chosen = [step for step in going if step in agreed]
     problem = ""
     try:
-        steps.delete_all(chosen)
+        remove_steps(steps, chosen, agreed)
     except (HpstoreError, OSError) as error:
         problem = f"some steps could not be deleted and are still there: {error}"
     left = set(steps.all())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from hpstore.objects.object_info import version_token
 from hpstore.objects.write.conditional_put import bar_puts
 from hpstore.objects.write.prewrite_files import prepare_space
 from hpstore.pool.host_status import HostStatus, host_statuses, hosts_tolerated
+from hpstore.pool.many_objects import remove_versions
 from hpstore.pool.pool_devices import PoolDevices
 from hpstore.pool.register_report import (
     RegisterReport,
@@ -461,6 +462,12 @@ class PoolAdmin:
         barred = bar_puts(self._store, self._session.claims, check_key(key), removes=removes)
         sweep_deleted(self._store)
         return barred
+
+    def remove_versions(self, going: Mapping[str, str]) -> None:
+        """Delete objects that are still of these versions, as stat() has them; others stay. Durable
+        on return. Raises SomeFailed when this is not decided for some."""
+        self._session.require_writable()
+        remove_versions(self._store, self._session.claims, going)
 
     def prepare_space(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+from hpstore.agreement.claims import Claims
 from hpstore.errors import HpstoreError, ObjectNotFound, SomeFailed
 from hpstore.format.column_header import Metadata, encode_metadata
 from hpstore.format.keys import check_key
 from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.objects.context import PoolContext
 from hpstore.objects.object_info import ObjectInfo
+from hpstore.objects.write import conditional_put
 from hpstore.objects.write.many_writes import (
     MOST_KEYS,
     SMALL_BYTES,
@@ -82,6 +84,18 @@ def delete_many(store: PoolContext, keys: Iterable[str], *, missing_ok: bool) ->
     for answers in _side_by_side(delete, batches):
         results |= answers
     _whole(results, wanted, "deleted")
+
+
+def remove_versions(store: PoolContext, claims: Claims, going: Mapping[str, str]) -> None:
+    """PoolAdmin.remove_versions."""
+    wanted = {check_key(key): version for key, version in going.items()}
+    results: dict[str, Exception | None] = dict.fromkeys(wanted)
+    keys = list(wanted)
+    for at in range(0, len(keys), MOST_KEYS):
+        part = {key: wanted[key] for key in keys[at : at + MOST_KEYS]}
+        results |= conditional_put.remove_versions(store, claims, part)
+        sweep_deleted(store)
+    _whole(results, keys, "deleted")
 
 
 def _delete_batch(store: PoolContext, batch: Sequence[str]) -> dict[str, Exception | None]:

@@ -114,9 +114,9 @@ def test_a_step_that_retention_takes_gives_way_to_a_newer_one(
         else:
             facts = StepCatalog.facts
 
-            def later(steps: StepCatalog, step: int) -> object:
+            def later(steps: StepCatalog, step: int, version: str | None = None) -> object:
                 go_on()
-                return facts(steps, step)
+                return facts(steps, step, version)
 
             monkeypatch.setattr(StepCatalog, "facts", later)
             assert reader.latest_valid() == 152

@@ -15,6 +15,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer, RetentionRule
 from hpstore.cli import confirm, retention_command
 from hpstore.errors import CheckpointError, ConfigError
+from hpstore.pool.admin import PoolAdmin
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from tests.integration.cli_cases import PoolCommands
 
@@ -208,7 +209,7 @@ def test_what_could_not_be_deleted_is_said(
     def refused(*_: object, **__: object) -> None:
         raise CheckpointError("no room for tombstones")
 
-    monkeypatch.setattr(hpstore.Pool, "delete_many", refused)
+    monkeypatch.setattr(PoolAdmin, "remove_versions", refused)
     said = cli("retention", RUN, "--keep-last", 1, "--yes", code=CheckpointError.exit_code)
     assert "could not be deleted and are still there: no room for tombstones" in said
     assert len(cli.json("ls", RUN)) == 6

@@ -152,7 +152,7 @@ def test_a_target_that_is_removed_before_others_are_hidden_ends_it(
 ) -> None:
     """By the retention of the old line, which looked at the fence before that was taken."""
     with checkpointer(run) as ckpt:
-        between("_copy", 3, lambda: StepCatalog(run, RUN).delete_all([2]))
+        between("_copy", 3, lambda: StepCatalog(run, RUN).delete(2))
         with pytest.raises(CheckpointError, match=r"step 2 was removed .* Nothing was hidden"):
             ckpt.rollback(2)
         assert held(ckpt) == {1: 1.0, 3: 3.0, 4: 4.0}
@@ -165,7 +165,7 @@ def test_a_target_that_is_removed_while_others_are_hidden_is_no_success(
 ) -> None:
     """What was hidden can be taken back, by the name in the error."""
     with checkpointer(run) as ckpt:
-        between("_remove_original", 3, lambda: StepCatalog(run, RUN).delete_all([2]))
+        between("_remove_original", 3, lambda: StepCatalog(run, RUN).delete(2))
         with pytest.raises(
             CheckpointError, match=r"step 2 was removed .* brings them back"
         ) as told:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
-from hpstore.checkpoint.catalog import fence_record, run_index, writer_fence
+from hpstore.checkpoint import steps as steps_module
+from hpstore.checkpoint.catalog import fence_record, retain_steps, run_index, writer_fence
 from hpstore.checkpoint.catalog.fence_record import FenceRecord, counter_of, fence_key, read_fence
 from hpstore.checkpoint.catalog.retain_steps import retain
 from hpstore.checkpoint.catalog.retention import Retention
+from hpstore.checkpoint.catalog.run_index import put_manifest
 from hpstore.checkpoint.catalog.segment_safety import existing_version
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import take_fence, write_index
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
+from hpstore.checkpoint.tiers import copy_step as copy_module
+from hpstore.checkpoint.tiers.copy_step import copy_step
 from hpstore.errors import CheckpointError, TooManyErasures, VersionConflict
 from hpstore.format.records import FORMAT, seal
 from hpstore.pool.pool import Pool
@@ -56,6 +60,11 @@ def late(pool: Pool, step: int, value: float) -> None:
     """A manifest that a session without the fence has put, as it is found when that went on."""
     with checkpointer(pool) as other:
         save(other, step, value=value)
+    overtake(pool, step)
+
+
+def overtake(pool: Pool, step: int) -> None:
+    """Another session has taken the fence before the manifest of a step was put."""
     steps = StepCatalog(pool, RUN)
     steps.listing()
     epoch = counter_of(steps.manifests.pop(step))
@@ -128,6 +137,32 @@ def test_a_collector_that_was_stopped_removes_no_step_that_took_the_place(
             assert held(other) == {1: 1.0, 2: 2.0}
 
 
+def test_a_manifest_that_is_no_step_is_not_copied_to_a_tier_rule_18(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that is none any more when its copy would be committed."""
+    with checkpointer(pool) as ckpt:
+        save(ckpt, 1)
+    source = StepCatalog(pool, RUN)
+    (tmp_path / "tier").mkdir()
+    with Harness(tmp_path / "tier", data=2, parity=1, devices=4).open() as tier:
+        target = StepCatalog(tier, RUN)
+
+        def overtaken(*words: object, **more: object) -> object:
+            overtake(pool, 3)
+            return put_manifest(*words, **more)  # type: ignore[arg-type]
+
+        late(pool, 2, 7.0)
+        with pytest.raises(CheckpointError, match="no checkpoint of step 2"):
+            copy_step(source, 2, target)
+        with checkpointer(pool) as ckpt:
+            save(ckpt, 3)
+        monkeypatch.setattr(copy_module, "put_manifest", overtaken)
+        with pytest.raises(CheckpointError, match="removed or saved again"):
+            copy_step(source, 3, target)
+        assert target.all() == []
+
+
 def test_an_undo_puts_steps_back_where_a_late_manifest_lies_rule_24(pool: Pool) -> None:
     with checkpointer(pool) as ckpt:
         save(ckpt, 1, 2)
@@ -146,8 +181,8 @@ def test_retention_takes_steps_out_before_anything_of_them_goes_rule_19(
     with checkpointer(pool, keep_last=2) as ckpt:
         save(ckpt, 1, 2, 3)
         ckpt.saver.flush()
-        deleted: list[Sequence[int]] = []
-        monkeypatch.setattr(StepCatalog, "delete_all", lambda _, going: deleted.append(going))
+        deleted: list[list[int]] = []
+        monkeypatch.setattr(retain_steps, "remove_steps", lambda _, g, v: deleted.append([*v]))
         save(ckpt, 4)
         ckpt.saver.flush()
         monkeypatch.undo()
@@ -157,6 +192,51 @@ def test_retention_takes_steps_out_before_anything_of_them_goes_rule_19(
     with checkpointer(pool, keep_last=2) as ckpt:  # it collects
         assert manifest_key(RUN, 2) not in pool.list()
         assert held(ckpt) == {3: 3.0, 4: 4.0}
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_retention_that_was_stopped_before_it_deletes_leaves_what_was_saved_again_rule_19(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Another session goes back meanwhile, and acknowledges steps of the same numbers."""
+    numbers = list(range(2, 2 + count))
+    with checkpointer(pool, keep_last=2) as ckpt:
+        save(ckpt, 1)
+        ckpt.steps.protect(1, "start")
+        with checkpointer(pool) as other:
+            save(other, *numbers, 8)
+        plain = retain_steps.remove_steps
+
+        def stopped(steps: StepCatalog, going: list[int], versions: dict[int, str]) -> None:
+            assert sorted(versions) == numbers
+            with checkpointer(pool) as other:
+                other.rollback(1)
+                save(other, *numbers, value=50.0)
+            plain(steps, going, versions)
+
+        monkeypatch.setattr(retain_steps, "remove_steps", stopped)
+        with checkpointer(pool, keep_last=2) as first:
+            save(first, 9)
+        monkeypatch.undo()
+        assert held(ckpt) == {1: 1.0} | dict.fromkeys(numbers, 50.0)
+
+
+def test_a_retention_by_hand_leaves_what_was_saved_again_since_it_was_decided(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with checkpointer(pool, keep_last=1) as ckpt, checkpointer(pool) as other:
+        save(other, 1, 2, 3)
+        plain = retain_steps.decisions_now
+
+        def stopped(*words: object, **more: object) -> object:
+            found = plain(*words, **more)  # type: ignore[arg-type]
+            with checkpointer(pool) as another:
+                another.save(1, {"w": torch.full((COUNT,), 50.0)}, overwrite=True).result()
+            return found
+
+        monkeypatch.setattr(steps_module, "decisions_now", stopped)
+        assert [found.step for found in ckpt.steps.retain() if not found.stays] == [1, 2]
+        assert held(ckpt) == {1: 50.0, 3: 3.0}
 
 
 def test_retention_of_a_session_that_lost_the_fence_removes_nothing_rule_19(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from hpstore.checkpoint.catalog.retention import (
     Retention,
@@ -15,6 +16,7 @@ from hpstore.checkpoint.catalog.retention import (
 from hpstore.checkpoint.catalog.run_index import take_out
 from hpstore.checkpoint.catalog.segment_safety import require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
+from hpstore.checkpoint.catalog.writer_fence import manifests_of
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.errors import (
     CheckpointError,
@@ -25,6 +27,7 @@ from hpstore.errors import (
 )
 
 _log = logging.getLogger(__name__)
+_STEPS_AT_ONCE = 32  # a crash among them leaves their segments to garbage collection
 
 
 def retain(
@@ -43,13 +46,37 @@ def retain(
     if retention.keep_last is None:
         return
     try:
+        there = {} if session else manifests_of(steps.pool, steps.prefix)
         decisions = decisions_after(steps, committed, retention, now_ms=now_ms, held=held)
         going = [decision.step for decision in decisions if not decision.stays]
         if going and session is not None:
-            going = take_out(steps, going, committed, session)
-        steps.delete_all(going)
+            there = take_out(steps, going, committed, session)
+        remove_steps(steps, going, there)
     except (HpstoreError, OSError) as error:
         _log.warning("retention under %r is postponed: %s", steps.prefix, error)
+
+
+def remove_steps(steps: StepCatalog, going: Iterable[int], versions: Mapping[int, str]) -> None:
+    """Delete steps that nothing protects: their manifests, then what no other step names.
+
+    `versions`: of their manifests, listed before it was decided that they go. One that has another
+    version by now was saved again: it stays, however long this process was stopped (PROTOCOL 19).
+    Raises SomeFailed.
+    """
+    numbers = [step for step in going if step in versions]
+    for at in range(0, len(numbers), _STEPS_AT_ONCE):
+        segments: set[str] = set()
+        part: dict[str, str] = {}
+        for step in numbers[at : at + _STEPS_AT_ONCE]:
+            with suppress(ObjectNotFound):  # another process has removed it
+                segments |= steps.named_by(step, versions[step])
+                part[manifest_key(steps.prefix, step)] = versions[step]
+        try:
+            steps.pool.admin.remove_versions(part)
+        finally:
+            for step in numbers[at : at + _STEPS_AT_ONCE]:  # those that are there are read again
+                steps.forget(step)
+        steps.remove_unnamed(segments)
 
 
 def decisions_now(

@@ -114,8 +114,11 @@ def put_manifest(
     return info
 
 
-def take_out(steps: StepCatalog, going: Collection[int], committed: int, session: str) -> list[int]:
-    """Let these steps be no steps any more, while their objects are there; those that are none now.
+def take_out(
+    steps: StepCatalog, going: Collection[int], committed: int, session: str
+) -> dict[int, str]:
+    """Let these steps be no steps any more, while their objects are there; those that are none now,
+    with the versions that their manifests have.
 
     Called after `committed` was committed by the session. What was committed after that step stays
     for the next call. Raises VersionConflict when another session saves here by now, what the pool
@@ -129,9 +132,9 @@ def take_out(steps: StepCatalog, going: Collection[int], committed: int, session
     newest = existing_version(pool, manifest_key(prefix, committed))  # before the run is listed
     found = manifests_of(pool, prefix)  # not as another thread may have listed it before
     if newest is None or committed not in found:
-        return []  # another process has removed it
+        return {}  # another process has removed it
     epoch = max(counter_of(newest), record.epoch or 0)
-    out = [step for step in going if step in found and counter_of(found[step]) <= epoch]
+    out = {s: found[s] for s in going if s in found and counter_of(found[s]) <= epoch}
     if out:
         write_index(pool, prefix, record, found, version=version, epoch=epoch, without=out)
     return out

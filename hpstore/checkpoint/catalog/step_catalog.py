@@ -46,7 +46,6 @@ from hpstore.maintenance.deferred_repair import note_key
 from hpstore.pool.pool import Pool
 
 _log = logging.getLogger(__name__)
-_STEPS_AT_ONCE = 32  # a crash among them leaves their segments to garbage collection
 
 
 class StepCatalog:
@@ -163,10 +162,10 @@ class StepCatalog:
         except (HpstoreError, OSError) as error:
             _log.warning("the manifest of step %d has fewer copies than it should: %s", step, error)
 
-    def facts(self, step: int) -> Manifest:
+    def facts(self, step: int, version: str | None = None) -> Manifest:
         """A step's manifest without items and tree, from memory when it was read before."""
         key = manifest_key(self.prefix, step)
-        version = self.pool.stat(key).version
+        version = version or self.pool.stat(key).version
         before = self._read.get(step)
         if before is None or before[0] != version:
             data = self.pool.get(key, 0, HEAD_BYTES)
@@ -281,15 +280,16 @@ class StepCatalog:
         key = manifest_key(self.prefix, step)
         if not self._seems_there(key):
             self.manifest(step)  # says which steps there are
-        segments = self._named_by(step)
+        segments = self.named_by(step)
         self.pool.delete(key)
         self.forget(step)
         self.pool.delete_many(segments - self.still_named(segments), missing_ok=True)
 
-    def _named_by(self, step: int) -> set[str]:
-        """The segments that a step names, as far as that can be read."""
+    def named_by(self, step: int, version: str | None = None) -> set[str]:
+        """The segments that a step names, as far as that can be read. `version`: of its manifest,
+        where that is known. Raises ObjectNotFound."""
         try:
-            return self.facts(step).segment_keys
+            return self.facts(step, version).segment_keys
         except (IntegrityError, RedundancyError):
             return set()  # garbage collection finds them
 
@@ -297,27 +297,6 @@ class StepCatalog:
         """Its manifest is gone."""
         self._read.pop(step, None)
         self.lasting.discard(step)
-
-    def delete_all(self, steps: Sequence[int]) -> None:
-        """As delete, of steps that nothing protects, with one look at what is still named for many
-        of them. Steps that another process has removed by then are skipped."""
-        for at in range(0, len(steps), _STEPS_AT_ONCE):
-            segments: set[str] = set()
-            going: list[int] = []
-            for step in steps[at : at + _STEPS_AT_ONCE]:
-                known = self._read.get(step)  # of an older version: the rest is garbage
-                try:
-                    segments |= self._named_by(step) if known is None else known[1].segment_keys
-                except ObjectNotFound:
-                    continue
-                going.append(step)
-            keys = [manifest_key(self.prefix, step) for step in going]
-            try:
-                self.pool.delete_many(keys, missing_ok=True)
-            finally:
-                for step in going:  # those that are there still are read again
-                    self.forget(step)
-            self.remove_unnamed(segments)
 
     def remove_unnamed(self, segments: set[str]) -> None:
         """Delete what no step names and no save under way refers to; best effort."""

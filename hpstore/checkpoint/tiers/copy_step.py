@@ -142,6 +142,8 @@ class _Copy:
         pool = self._source.pool
         try:
             version = pool.stat(self._key).version
+            if not self._source.counts(self._step, version):
+                raise ObjectNotFound(f"{self._key} is no step", key=self._key)
             return Manifest.decode(pool.get(self._key, version=version), where=self._key), version
         except ObjectNotFound:
             self._source.manifest(self._step)  # says which steps there are
@@ -258,12 +260,13 @@ class _Copy:
         self._require_going_on()
         try:
             gone = self._heartbeat is None or self._heartbeat.removed()
-            now = existing_version(self._source.pool, self._key)
+            same = existing_version(self._source.pool, self._key) == version
+            same = same and self._source.counts(self._step, version)
         except (HpstoreError, OSError) as error:
             raise CheckpointError(f"whether this copy is over cannot be seen: {error}") from error
         if gone:
             raise taken_for_dead()
-        if now != version:
+        if not same:
             raise CheckpointError(
                 f"step {self._step} was removed or saved again while it was copied; nothing of the "
                 "copy can be read"

@@ -1,17 +1,21 @@
-"""Puts with a condition, and the end of such, under a claim of the key (PROTOCOL 6)."""
+"""Puts and deletes with a condition, and the end of such, under a claim of the key (PROTOCOL 6)."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from hpstore.agreement.claims import ClaimLost, Claims, KeyClaim
+from hpstore.agreement.registers import key_register
 from hpstore.errors import HpstoreError, LockTimeout, RegistersUnavailable, VersionConflict
 from hpstore.format.column_header import Metadata
 from hpstore.format.keys import Kind, Version
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.object_info import ObjectInfo, version_token
-from hpstore.objects.survey import newest_by_name, stable_survey
+from hpstore.objects.survey import newest_by_name, stable_survey, survey_keys
 from hpstore.objects.survey_limits import require_known
+from hpstore.objects.write.many_writes import is_plain, tombstones_together
 from hpstore.objects.write.put import (
     MAYBE_STORED,
     put_object,
@@ -127,6 +131,63 @@ def bar_puts(store: PoolContext, claims: Claims, key: str, *, removes: str | Non
         finally:
             _drop(store, claim)
     raise LockTimeout(f"the claim of {key!r} was taken over {_TRIES} times in a row")
+
+
+def remove_versions(
+    store: PoolContext, claims: Claims, going: Mapping[str, str]
+) -> dict[str, HpstoreError]:
+    """Delete up to MOST_KEYS objects of which the newest version is still the one given; the errors
+    of those for which that is not decided. Those that share a claim go together under it."""
+    by_claim: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for key, version in going.items():
+        by_claim[key_register(key)][key] = version
+    failed: dict[str, HpstoreError] = {}
+    for part in by_claim.values():
+        try:
+            left = part.keys() - _remove_together(store, claims, part)
+        except HpstoreError as error:
+            failed |= dict.fromkeys(part, error)
+            continue
+        for key in left:
+            try:
+                bar_puts(store, claims, key, removes=part[key])
+            except HpstoreError as error:
+                failed[key] = error
+    return failed
+
+
+def _remove_together(
+    store: PoolContext, claims: Claims, going: Mapping[str, str]
+) -> Collection[str]:
+    """Delete those of which one look is enough, if they are several; which are durably gone."""
+    if len(going) == 1:
+        return ()
+    claim = claims.take(min(going))
+    try:
+        surveys = survey_keys(store, list(going), patience=PATIENCE, offers=True)
+        here = {}
+        for key, survey in surveys.items():
+            newest = newest_by_name(store.view, survey)
+            same = newest is not None and version_token(*newest.version.content) == going[key]
+            if same and is_plain(store, survey, absent=False):
+                here[key] = survey
+        if not here:
+            return ()
+
+        claim.next_counter(max(v.counter for s in here.values() for v in s.versions()))
+
+        def next_counter(seen: int) -> int:  # one for all: they are different keys
+            return claim.counter if claim.counter > seen else claim.next_counter(seen)
+
+        gone = tombstones_together(store, here, next_counter)
+        claim.give_back()
+    except ClaimLost:  # they are gone, or there with a version that came after
+        store.metrics.count("claim_lost_total")
+        return ()
+    else:
+        return gone
+    finally:
+        _drop(store, claim)
 
 
 def _throttle(store: PoolContext, claim: KeyClaim, throttle: Throttle, nbytes: int) -> None:

@@ -125,7 +125,7 @@ def delete_objects(store: PoolContext, keys: Sequence[str]) -> dict[str, Excepti
     """Delete up to MOST_KEYS objects, each as delete_object does; None or its error for each."""
     surveys = survey_keys(store, keys, patience=PATIENCE, offers=True)
     nothing = SmallPut(source=MemorySource(b""), metadata={})
-    plain = {key: nothing for key in keys if _is_plain(store, surveys[key], absent=False)}
+    plain = {key: nothing for key in keys if is_plain(store, surveys[key], absent=False)}
     writes = _write_together(store, plain, surveys, Kind.TOMBSTONE)
     results: dict[str, Exception | None] = {}
     for key in keys:
@@ -145,6 +145,18 @@ def delete_objects(store: PoolContext, keys: Sequence[str]) -> dict[str, Excepti
     return results
 
 
+def tombstones_together(
+    store: PoolContext, surveys: Mapping[str, Survey], next_counter: Callable[[int], int]
+) -> set[str]:
+    """Delete up to MOST_KEYS objects that is_plain has found to be there, with counters of a claim
+    that the caller has; those that are durably gone."""
+    nothing = dict.fromkeys(surveys, SmallPut(source=MemorySource(b""), metadata={}))
+    writes = _write_together(store, nothing, surveys, Kind.TOMBSTONE, next_counter)
+    done = {key: write.columns.version.counter for key, write in writes.items() if write.done}
+    store.deleted += [(counter, key) for key, counter in done.items()]
+    return set(done)
+
+
 def put_objects(
     store: PoolContext, objects: Mapping[str, SmallPut]
 ) -> dict[str, ObjectInfo | Exception]:
@@ -152,9 +164,7 @@ def put_objects(
     error for each. Sources belong to this call until it returns."""
     surveys = survey_keys(store, list(objects), patience=PATIENCE, offers=True)
     plain = {
-        key: wanted
-        for key, wanted in objects.items()
-        if _is_plain(store, surveys[key], absent=True)
+        key: wanted for key, wanted in objects.items() if is_plain(store, surveys[key], absent=True)
     }
     writes = _write_together(store, plain, surveys, Kind.COLUMN)
     results: dict[str, ObjectInfo | Exception] = {}
@@ -180,7 +190,7 @@ def _told(error: Exception, text: str, *, seen: bool) -> Exception:
     return error
 
 
-def _is_plain(store: PoolContext, survey: Survey, *, absent: bool) -> bool:
+def is_plain(store: PoolContext, survey: Survey, *, absent: bool) -> bool:
     """Whether one look is enough to write a version of a key: no second one, and no error. Pure.
 
     With `absent` of a key that is not there, too.
@@ -194,14 +204,18 @@ def _is_plain(store: PoolContext, survey: Survey, *, absent: bool) -> bool:
 
 
 def _write_together(
-    store: PoolContext, wanted: Mapping[str, SmallPut], surveys: Mapping[str, Survey], kind: Kind
+    store: PoolContext,
+    wanted: Mapping[str, SmallPut],
+    surveys: Mapping[str, Survey],
+    kind: Kind,
+    next_counter: Callable[[int], int] | None = None,
 ) -> dict[str, _Write]:
     """Write a version of each, and remove what those that are done supersede."""
     now, calls = store.pinned(), Calls(store.scheduler)
     writes: dict[str, _Write] = {}
     for key, put in wanted.items():
         try:
-            writes[key] = _planned(now, key, put, surveys[key], kind, calls)
+            writes[key] = _planned(now, key, put, surveys[key], kind, next_counter, calls)
         except HpstoreError:
             continue  # the single call says so
     needed = sum(map(_memory, writes.values()))
@@ -231,7 +245,13 @@ def _write_together(
 
 
 def _planned(
-    store: PoolContext, key: str, put: SmallPut, survey: Survey, kind: Kind, calls: Calls
+    store: PoolContext,
+    key: str,
+    put: SmallPut,
+    survey: Survey,
+    kind: Kind,
+    next_counter: Callable[[int], int] | None,
+    calls: Calls,
 ) -> _Write:
     """Where a version goes. `store` is pinned."""
     geometry, devices = plan_columns(
@@ -239,7 +259,7 @@ def _planned(
     )
     content = PutContent(
         key=key,
-        version=store.new_version(survey.versions()),
+        version=store.new_version(survey.versions(), next_counter=next_counter),
         kind=kind,
         created_ms=store.clock.wall_ms(),
         metadata=put.metadata,

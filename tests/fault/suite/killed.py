@@ -39,7 +39,9 @@ TRAINER = {
     "after a segment": Phase(function="put", word="/segment-", after=True, times=2),
     "before the manifest": Phase(function="put", word="manifest", times=2),
     "after the manifest": Phase(function="put", word="manifest", after=True, times=2),
-    "before an old step goes": Phase(function="delete_many", word="manifest"),
+    "before an old step goes": Phase(
+        owner="hpstore.pool.admin:PoolAdmin", function="remove_versions", word="manifest"
+    ),
     "before an old segment goes": Phase(function="delete_many", word="/segment-"),
 }
 REPAIR = "is_deleted"  # called for each object that a rebuild or a scrub has looked at
@@ -98,7 +100,7 @@ def _texts(arguments: Iterable[Any]) -> Iterator[str]:
     for argument in arguments:
         if isinstance(argument, str):
             yield argument
-        elif isinstance(argument, list | set | frozenset | tuple):
+        elif isinstance(argument, list | set | frozenset | tuple | dict):
             yield from (item for item in argument if isinstance(item, str))
 
 
