@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Mapping
 
 from hpstore.format.records import PoolRecord
 from hpstore.membership.host_names import host_of
 
+_log = logging.getLogger(__name__)
 _LOCAL = ("file", "memory")
 
 
 class OwnDevices:
     """Of one agent; one thread. `host`: the host's name in the pool, "" to go by addresses.
 
-    An address is this host's where a socket can be bound to it, which is asked once of each.
+    An address is this host's where a socket can be bound to it, which is asked until the resolver
+    answers.
     """
 
     def __init__(self, host: str) -> None:
         self._host = host
         self._here: dict[str, bool] = {}  # by host
+        self._warned = False
 
     def among(self, places: Mapping[str, str], record: PoolRecord) -> frozenset[str]:
         """Those of the devices that are open at `places` (id -> URL)."""
         domains = {m.device_id: m.domain for m in record.members}
-        return frozenset(d for d, url in places.items() if self._is_own(url, domains.get(d, "")))
+        own = frozenset(d for d, url in places.items() if self._is_own(url, domains.get(d, "")))
+        if self._host and places and not own and not self._warned:
+            self._warned = True
+            _log.warning(
+                "[agent] host = %r: no device of the pool has this host or failure domain, so this "
+                "agent scrubs none. Hosts and domains are in `hpstore status`",
+                self._host,
+            )
+        return own
 
     def stores(self, places: Mapping[str, str]) -> frozenset[str]:
         """Those that are on no host: object stores, which the keeper looks after."""
@@ -41,7 +53,10 @@ class OwnDevices:
         if not host:
             return _scheme(url) in _LOCAL
         if host not in self._here:
-            self._here[host] = is_own_address(host)
+            try:
+                self._here[host] = is_own_address(host)
+            except OSError:
+                return False  # until the resolver knows it
         return self._here[host]
 
 
@@ -50,11 +65,8 @@ def _scheme(url: str) -> str:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name or address is this machine's. Asks the resolver; False where it knows none."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
+    """Whether a name or address is this machine's. Raises OSError where no resolver says."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     return any(_binds(family, address) for family, _, _, _, address in found)
 
 

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from hpstore.agent import own_devices
 from hpstore.agent.absent_hosts import AbsentHosts
 from hpstore.agent.own_devices import OwnDevices, is_own_address
 from hpstore.format.records import Member, PoolRecord, RegisterPlace
@@ -105,7 +106,37 @@ def test_own_devices_are_local_paths_and_disks_at_own_addresses() -> None:
     assert OwnDevices("x").among(places, found) == set()
     assert is_own_address("127.0.0.1")
     assert not is_own_address("203.0.113.9")  # of documentation: nobody's
-    assert not is_own_address("no-such-host.invalid")
+
+
+def test_a_name_that_was_not_resolved_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that starts before the network does."""
+    rows = (("hpd://node-7:7200/0", "host-node-7"),)
+    found, places = record(*rows), {"0": rows[0][0]}
+    own = OwnDevices("")
+    asked: list[str] = []
+
+    def resolve(host: str) -> bool:
+        asked.append(host)
+        if len(asked) == 1:
+            raise OSError("temporary failure in name resolution")
+        return True
+
+    monkeypatch.setattr(own_devices, "is_own_address", resolve)
+    assert own.among(places, found) == set()
+    assert own.among(places, found) == own.among(places, found) == {"0"}
+    assert len(asked) == 2
+
+
+def test_a_host_that_is_none_of_the_pool_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = (("hpd://a:7200/0", "host-a"),)
+    found, places = record(*rows), {"0": rows[0][0]}
+    own = OwnDevices("typo")
+    assert own.among({}, found) == own.among(places, found) == own.among(places, found) == set()
+    assert caplog.text.count("[agent] host = 'typo'") == 1
+    OwnDevices("a").among(places, found)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(
