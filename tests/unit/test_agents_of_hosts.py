@@ -301,18 +301,20 @@ def test_without_registers_nothing_is_evicted_and_known_damage_is_repaired(
 
 
 def test_each_agent_scrubs_the_disks_of_its_host_and_repairs_what_it_finds(tmp_path: Path) -> None:
-    """A flipped bit on host b's disk is found by b's agent alone; no byte of b's columns is read
+    """A flipped bit on a host's disk is found by its agent alone; no byte of its columns is read
     by another agent's scrub."""
     fleet = HostAgents(tmp_path, scrub_days=1.0)
-    fleet.start("a", "b")
-    url, path = next(x for x in fleet.harness.columns("large") if x[0] in fleet.disks("b"))
+    url, path = fleet.harness.columns("large")[0]
+    mine = next(name for name in fleet.names if url in fleet.disks(name))
+    other = next(name for name in fleet.names if name != mine)
+    fleet.start(other, mine)
     file = fleet.harness.devices[url].files[path]
     file.bytes[len(file.bytes) // 2] ^= 1
-    fleet.rounds(60.0, "a")
-    assert fleet.agents["a"].memory.scrub_ended_ms
-    assert "damaged" not in events(fleet, "a")
-    fleet.rounds(60.0, "a", "b")
-    assert "1 damaged columns found, 1 objects repaired" in events(fleet, "b")
+    fleet.rounds(60.0, other)
+    assert fleet.agents[other].memory.scrub_ended_ms
+    assert "damaged" not in events(fleet, other)
+    fleet.rounds(60.0, other, mine)
+    assert "1 damaged columns found, 1 objects repaired" in events(fleet, mine)
     assert fleet.whole()
     with fleet.harness.open() as pool:
         assert pool.scrub().clean
