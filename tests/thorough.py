@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 LONG = bool(os.environ.get("HPSTORE_LONG_TESTS"))
 
 
@@ -16,3 +18,8 @@ def crash_points(every: int = 11) -> Iterator[int]:
     sixes, and each is to be met.
     """
     return itertools.count(0, 1 if LONG else every)
+
+
+def some_of(cases: Sequence[T], *places: int) -> list[T]:
+    """All cases, or those at these places: enough to meet each kind of them once."""
+    return list(cases) if LONG else [cases[place] for place in places]

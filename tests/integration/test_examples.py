@@ -135,6 +135,7 @@ def test_pictures_of_two_folders_are_learnt_on_two_ranks_and_the_run_goes_on(con
     assert re.findall(r"epoch (\d)", second) == ["2"]
 
 
+@pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_a_packed_mixture_that_was_stopped_on_three_ranks_ends_whole_on_two(config: Path) -> None:
     """The script compares every sequence and every document itself, and ends badly otherwise."""
     out = run(config, "pack_text.py", "--documents", "60", "--stop-at", "8", "--every", "3")

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import some_of
+
 _SCRIPT = """
 import multiprocessing
 import os
@@ -52,8 +54,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kind", ["main", "server", "preloaded"])
-@pytest.mark.parametrize(("fork", "threads"), [("fork", "1"), ("", "2")])
+@pytest.mark.parametrize(
+    ("kind", "fork", "threads"),
+    some_of(
+        [(k, *f) for f in (("fork", "1"), ("", "2")) for k in ("main", "server", "preloaded")],
+        *(0, 2, 4),
+    ),
+)
 def test_only_a_child_of_a_process_that_ran_something_gets_one_thread(
     tmp_path: Path, kind: str, fork: str, threads: str
 ) -> None:

@@ -25,6 +25,7 @@ from hpstore.checkpoint.catalog.left_writers import LeftWriters, WriterNotice, W
 from hpstore.checkpoint.catalog.writer_fence import began, here
 from hpstore.config import Settings
 from hpstore.errors import VersionConflict
+from tests.thorough import some_of
 
 BIG, SMALL = 600_000, 2_000
 
@@ -110,12 +111,14 @@ def gone(process: int) -> bool:
     return True
 
 
-places = pytest.mark.parametrize("place", ["_publish", "_require_mine"])
-sizes = pytest.mark.parametrize("size", [BIG, SMALL])
+at_places = pytest.mark.parametrize(
+    ("size", "place"),
+    some_of([(s, p) for s in (BIG, SMALL) for p in ("_publish", "_require_mine")], 1, 2),
+)
+sizes = pytest.mark.parametrize("size", some_of([BIG, SMALL], 0))
 
 
-@places
-@sizes
+@at_places
 def test_a_restart_waits_for_the_old_writer(
     pool: hpstore.Pool,
     left: Callable[[int, str], int],
@@ -145,8 +148,7 @@ def test_a_restart_waits_for_the_old_writer(
     assert not list((pool.admin.run_directory / "checkpoint-writers").iterdir())
 
 
-@places
-@sizes
+@at_places
 def test_a_writer_that_stands_is_waited_for_within_a_limit(
     pool: hpstore.Pool,
     left: Callable[[int, str], int],

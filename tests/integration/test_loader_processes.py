@@ -26,6 +26,7 @@ from hpstore.testing.fake_gpu import FakeGpu
 from tests.fault.common import poll
 from tests.integration.data_sets import FIELDS
 from tests.integration.loader_cases import COUNT, MODES, PLAIN, flat, labels, write
+from tests.thorough import some_of
 
 METHODS = ("fork", "spawn", "forkserver")
 Sample = dict[str, Any]  # Any: a value of a field
@@ -344,7 +345,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some_of(METHODS, 0, 1))
 def test_nothing_is_left_when_the_parent_is_killed(
     pool: hpstore.Pool, data: Dataset, method: str, tmp_path: Path
 ) -> None:

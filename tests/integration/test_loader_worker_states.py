@@ -20,6 +20,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
 from hpstore.loaders.batching.worker_states import WorkerStates
 from hpstore.loaders.sampling.random_states import random_state, set_random_state
+from tests.thorough import some_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 SIZES = (13, 4, 9)  # of the parts of the workers: the second ends with a whole batch, long before
@@ -131,8 +132,9 @@ def test_workers_go_on_where_each_of_them_stood(kind: str) -> None:
         assert again.skipped_batches_total == last.skipped_batches_total == 0
 
 
-@pytest.mark.parametrize("kind", ["iterable", "itself"])
-@pytest.mark.parametrize("every", [3, 7])
+@pytest.mark.parametrize(
+    ("every", "kind"), some_of([(e, k) for e in (3, 7) for k in ("iterable", "itself")], 0, 3)
+)
 def test_states_are_sent_every_few_steps(kind: str, every: int) -> None:
     """snapshot_every_n_steps: a worker reads what lies behind its last state again, by itself."""
     options: dict[str, Any] = {"num_workers": 3, "snapshot_every_n_steps": every}

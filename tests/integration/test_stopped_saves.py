@@ -14,6 +14,7 @@ import torch
 import hpstore
 from hpstore.checkpoint import Checkpointer
 from hpstore.config import Settings
+from tests.thorough import some_of
 
 _CHILD = """
 import os, signal, sys, threading, time
@@ -58,12 +59,15 @@ with hpstore.open("pool.toml") as pool, Checkpointer(pool, "run", keep_last=2) a
 
 @pytest.mark.parametrize(
     ("named", "where", "said", "left"),
-    [
-        (0, "apart", "raised another checkpointer", [1, 3]),
-        (1, "apart", "raised another checkpointer", [2, 3]),
-        (0, "within", "raised another checkpointer", [1, 3]),
-        (1, "within", "raised another checkpointer", [2, 3]),
-    ],
+    some_of(
+        [
+            (0, "apart", "raised another checkpointer", [1, 3]),
+            (1, "apart", "raised another checkpointer", [2, 3]),
+            (0, "within", "raised another checkpointer", [1, 3]),
+            (1, "within", "raised another checkpointer", [2, 3]),
+        ],
+        *(0, 3),
+    ),
 )
 def test_the_last_steps_are_there_whatever_becomes_of_a_save_that_was_stopped(
     named: int, where: str, said: str, left: list[int], tmp_path: Path

@@ -31,6 +31,7 @@ from hpstore.loaders.dataset.json_values import check_json, decode_value, encode
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
+from tests.thorough import some_of
 
 Sample = dict[str, Any]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -283,7 +284,7 @@ def unchanged(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", some_of(["fork", "spawn"], 0))
 def test_values_go_through_worker_processes(context: str) -> None:
     """As whole batches, and as samples whose transform runs there."""
     fields, samples = every_kind(10)
