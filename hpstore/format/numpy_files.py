@@ -9,11 +9,13 @@ from __future__ import annotations
 import ast
 import lzma
 import math
+import os
 import re
 import sys
 import warnings
 import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -60,12 +62,14 @@ def mapped_npy(path: Path) -> Array:
     return array
 
 
-def npz_arrays(path: Path) -> dict[str, Array]:
-    """The arrays of a .npz file, in memory. Raises MalformedFile, FileNotFoundError."""
+def npz_arrays(path: Path, *, opener: Callable[[str, int], int] | None = None) -> dict[str, Array]:
+    """The arrays of a .npz file, in memory. `opener`: as open() takes it. Raises MalformedFile,
+    FileNotFoundError."""
     try:
-        with path.open("rb") as raw, zipfile.ZipFile(raw) as archive:
+        with open(path, "rb", opener=opener) as raw, zipfile.ZipFile(raw) as archive:
             members = archive.infolist()
-            total, most = sum(m.file_size for m in members), most_inflated(path.stat().st_size)
+            most = most_inflated(os.fstat(raw.fileno()).st_size)
+            total = sum(m.file_size for m in members)
             if total > most:
                 raise ValueError(
                     f"its arrays take {format_bytes(total)} of memory, far more than the file; at "

@@ -136,6 +136,19 @@ def test_what_another_user_made_is_not_used(folder: Path, ending: str) -> None:
     assert found.get("learned_refused_total", 0) == (ending == "learned.npz")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_what_is_no_plain_file_is_neither_waited_for_nor_followed(folder: Path, kind: str) -> None:
+    """It is opened before it is judged, so nothing can take its place in between."""
+    run(folder)
+    learned = folder / f"{STEM}.learned.npz"
+    learned.rename(folder / "moved")
+    if kind == "fifo":
+        os.mkfifo(learned, 0o600)
+    else:
+        learned.symlink_to("moved")
+    assert run(folder, 2)["learned_refused_total"] == 1
+
+
 @pytest.mark.parametrize("version", [0, 1])
 def test_two_caches_on_one_path_serve_no_wrong_byte_without_the_lock(
     folder: Path, version: int

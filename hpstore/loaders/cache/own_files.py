@@ -23,7 +23,7 @@ def open_own(path: str) -> int:
 
     What is there and is not this user's alone is removed, logged, and made again. Raises OSError.
     """
-    if is_own(path):
+    if _is_own(path):
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(path, _OLD)
             if _own(os.fstat(fd)):  # the name may have another file by now
@@ -45,8 +45,17 @@ def new_own(path: str) -> int:
     return os.open(path, _NEW, 0o600)
 
 
-def is_own(path: str) -> bool:
-    """Whether a file is this user's alone: regular, of one name, not to be written by others."""
+def own_opener(path: str, _: int) -> int:
+    """As `opener` of open(), to read: a descriptor of a file that is this user's alone. Raises
+    OSError, for any other file, too, and waits for none (a FIFO)."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not _own(os.fstat(fd)):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "not a file of this user alone", path)
+    return fd
+
+
+def _is_own(path: str) -> bool:
     try:
         return _own(os.lstat(path))
     except OSError:
@@ -65,6 +74,7 @@ def open_lock(path: str) -> int:
 
 
 def _own(found: os.stat_result) -> bool:
+    """Regular, of one name, not to be written by others."""
     return (
         stat.S_ISREG(found.st_mode)
         and found.st_uid == os.geteuid()

@@ -13,7 +13,7 @@ from hpstore.errors import MalformedFile
 from hpstore.format.numpy_files import npz_arrays
 from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.disk_tier import DiskPart
-from hpstore.loaders.cache.own_files import is_own, new_own
+from hpstore.loaders.cache.own_files import new_own, own_opener
 from hpstore.loaders.cache.policy_interface import Arrays
 
 _log = logging.getLogger(__name__)
@@ -41,9 +41,7 @@ def load_learned(part: DiskPart, identity: str, tally: CacheTally) -> Arrays | N
     """
     path = f"{part.file.stem}.learned.npz"
     try:
-        if os.path.lexists(path) and not is_own(path):
-            raise MalformedFile(f"{path} is not a file of this user alone")
-        arrays = npz_arrays(Path(path))
+        arrays = npz_arrays(Path(path), opener=own_opener)
     except FileNotFoundError:
         return None
     except MalformedFile as error:
