@@ -44,7 +44,9 @@ class Register:
     value: bytes | None = None
 
 
-_COMMITTED = re.compile(r"(.+)/step-\d{12}/manifest")  # with the run's fence, its `writer`
+# with the run's fence, its `writer`: manifests, and names of checkpoints (trainers/)
+_COMMITTED = re.compile(r"(.+)/step-\d{12}/manifest")
+_NAMED = re.compile(r"(.+)/names/.+")
 
 Change = Callable[[Register], bytes | None]
 ChangeOf = Callable[[str, Register], bytes | None]  # with the name of the register
@@ -149,10 +151,14 @@ def key_register(key: str) -> str:
     """The record of a key's claims.
 
     The manifests of a run's steps share that of its fence (PROTOCOL 18): so the commits of a run
-    and what moves its fence are in one order, which the counters of their versions show.
+    and what moves its fence are in one order, which the counters of their versions show. So do the
+    names by which a trainer knows them.
     """
-    found = _COMMITTED.fullmatch(key)
-    return f"key-{bucket_of(f'{found[1]}/writer' if found else key):04d}"
+    if found := _COMMITTED.fullmatch(key):
+        key = f"{found[1]}/writer"
+    elif found := _NAMED.fullmatch(key):
+        key = f"{found[1]}/saves/writer"
+    return f"key-{bucket_of(key):04d}"
 
 
 def claim_registers() -> list[str]:

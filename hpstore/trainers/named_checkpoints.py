@@ -4,7 +4,9 @@
     <prefix>/names/<name>       which of them a name means: its put is what makes a save visible
     <prefix>/doubtful/<number>  may be left over from a crash: judged after the next save
 
-A checkpoint is deleted only after its name was read and means another one, or none.
+A checkpoint is deleted only after its name was read and means another one, or none. Names are put
+under the claim of the run while its fence is this session's, as manifests are (PROTOCOL 18): a
+session that another one has taken over from names nothing and removes nothing of the other's.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +23,10 @@ import torch
 
 from hpstore.checkpoint import Checkpointer, LoadOptions, SaveHandle, SaveOptions, Tier
 from hpstore.checkpoint.catalog.not_found_hint import SAVES
-from hpstore.checkpoint.format.checkpoint_manifest import checked_step
+from hpstore.checkpoint.catalog.retain_steps import remove_steps
+from hpstore.checkpoint.catalog.segment_safety import existing_version
+from hpstore.checkpoint.catalog.writer_fence import require_fence
+from hpstore.checkpoint.format.checkpoint_manifest import checked_step, manifest_key
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_leaf
 from hpstore.checkpoint.state.typed_objects import children_of, is_stateful
@@ -31,10 +37,12 @@ from hpstore.errors import (
     HpstoreError,
     IntegrityError,
     ObjectNotFound,
+    VersionConflict,
 )
 from hpstore.format.keys import check_key
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
+from hpstore.objects.object_info import ObjectInfo
 from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.threads import WorkerThreads
@@ -129,6 +137,9 @@ class NamedCheckpoints(Closing):
         self._until_copied = False  # something of the first pool waits for a copy; the worker's
         self._whole = True  # the last save is durable with full parity; the worker's alone
         self._number: int | None = None  # of the last save here
+        # the worker's alone: a save of this session was committed, so it has taken the fence; and
+        # the numbers that no name can come to mean, or cease to, but by this session
+        self._fenced, self._settled = False, set[int]()
         self._closed = False
 
     # --- saving -----------------------------------------------------------------------------
@@ -174,11 +185,9 @@ class NamedCheckpoints(Closing):
     ) -> None:
         self._whole = False
         report = handle.result()
-        before = self._read(named.name)
-        if before is not None:
-            self._doubt(before)
+        self._fenced = True
         self._postponed.pop(named.name, None)  # it was of the one that is replaced
-        info = self.pool.put(self._pointer_key(named.name), named.encode())
+        info = self._point(named)
         if durable is not None:
             durable()
         spare = min(report.spare_columns, info.spare_columns)
@@ -187,6 +196,33 @@ class NamedCheckpoints(Closing):
             _log.warning("%s survives %d losses: nothing older is removed", named, spare)
             return
         self._tidy()
+
+    def _point(self, named: Named) -> ObjectInfo:
+        """Let a name mean a checkpoint. Raises VersionConflict when another session saves here."""
+        before, version = self._look(named.name)
+        if before is not None:
+            self._doubt(before)
+        try:
+            info = self._put_name(named, version)
+        except VersionConflict:
+            self._require_mine()  # says who was faster
+            raise
+        self._settled |= {named.number} if before is None else {named.number, before.number}
+        return info
+
+    def _put_name(self, named: Named, version: str | None) -> ObjectInfo:
+        """Put a name's record in place of this version, while the fence is this session's."""
+        return self.pool.put(
+            self._pointer_key(named.name),
+            named.encode(),
+            if_absent=version is None,
+            if_version=version,
+            progress=lambda _: self._require_mine(),
+        )
+
+    def _require_mine(self) -> None:
+        """Raise VersionConflict when another session has begun to save here since this one did."""
+        require_fence(self.pool, f"{self.prefix}/{SAVES}", self._checkpoints.saver.session)
 
     def remove(self, name: str, *, removed: Callable[[], None] | None = None) -> None:
         """Remove a name and its checkpoint, after the save under way; not when that failed.
@@ -226,31 +262,64 @@ class NamedCheckpoints(Closing):
                 del self._postponed[name]
                 if removed is not None:
                     removed()
-            for key in self.pool.list(f"{self.prefix}/doubtful/"):
-                self._judge(key)
+            doubted = [self._seen(key) for key in self.pool.list(f"{self.prefix}/doubtful/")]
+            if self._fenced:  # after the look: what others begin from now on is not in it
+                self._require_mine()
+            for key, named, version in doubted:
+                if named.number in self._settled or self._fenced:
+                    self._judge(key, named, version)
         except (HpstoreError, OSError) as error:
             _log.warning("removals under %r are postponed: %s", self.prefix, error)
 
     def _forget(self, name: str) -> None:
-        named = self._read(name)
+        """Remove what a name means now: not what another session may yet put there."""
+        if self._fenced:
+            self._require_mine()
+        named, version = self._look(name)
         if named is not None:
             self._doubt(named)
-            self.pool.delete(self._pointer_key(name))
+            self.pool.admin.bar(self._pointer_key(name), removes=version)
+            if not self.pool.exists(self._doubt_key(named)):
+                self._doubt(named)  # another session has judged it while it had its name
+            self._settled.add(named.number)
 
-    def _judge(self, key: str) -> None:
-        """Delete a doubtful checkpoint, unless its name means it."""
+    def _seen(self, key: str) -> tuple[str, Named, str | None]:
+        """A doubtful checkpoint, and the version of its manifest; None where there is none."""
         doubted = Named.decode(self.pool.get(key), where=key)
-        current = self._read(doubted.name)  # raises when that is not certain
+        manifest = manifest_key(f"{self.prefix}/{SAVES}", doubted.number)
+        return key, doubted, existing_version(self.pool, manifest)
+
+    def _judge(self, key: str, doubted: Named, version: str | None) -> None:
+        """Delete a doubtful checkpoint, unless its name means it."""
+        current = self._decided(doubted)  # raises when that is not certain
         meant = current is not None and current.number == doubted.number
-        if not meant and doubted.number in self._checkpoints.steps.catalogs[0].all():
+        catalog = self._checkpoints.steps.catalogs[0]
+        if not meant and version is not None and catalog.counts(doubted.number, version):
             if doubted.number in self._checkpoints.saver.tiers.held().values():
                 self._until_copied = True
                 return
-            self._checkpoints.steps.delete(doubted.number, tiers=False)
+            if doubted.number in catalog.protected().values():
+                return
+            remove_steps(catalog, [doubted.number], {doubted.number: version})
         self.pool.delete(key)
 
+    def _decided(self, doubted: Named) -> Named | None:
+        """What a name means, and no put that another session had begun changes it any more."""
+        while True:
+            current, version = self._look(doubted.name)
+            if doubted.number in self._settled or (current and current.number == doubted.number):
+                return current
+            if current is None and self.pool.admin.bar(self._pointer_key(doubted.name)):
+                return None
+            if current is not None:
+                self._put_name(current, version)
+                return current
+
     def _doubt(self, named: Named) -> None:
-        self.pool.put(f"{self.prefix}/doubtful/{named.number:012d}", named.encode())
+        self.pool.put(self._doubt_key(named), named.encode())
+
+    def _doubt_key(self, named: Named) -> str:
+        return f"{self.prefix}/doubtful/{named.number:012d}"
 
     # --- finding ------------------------------------------------------------------------------
 
@@ -263,6 +332,14 @@ class NamedCheckpoints(Closing):
             return Named.decode(self.pool.get(key), where=key)
         except ObjectNotFound:
             return None
+
+    def _look(self, name: str) -> tuple[Named | None, str | None]:
+        """What a name means, and the version of its record; None and None for no such name."""
+        key = self._pointer_key(name)
+        while (version := existing_version(self.pool, key)) is not None:
+            with suppress(ObjectNotFound):  # it was replaced in between
+                return Named.decode(self.pool.get(key, version=version), where=key), version
+        return None, None
 
     def _named(self) -> list[Named]:
         keys = self.pool.list(f"{self.prefix}/names/")

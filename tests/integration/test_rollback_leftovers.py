@@ -108,7 +108,7 @@ def test_a_note_that_this_process_has_left_ends_no_rollback(run: Pool) -> None:
             RUN,
             6,
             "ab" * 8,
-            ckpt.saver._session,
+            ckpt.saver.session,
             (),
             manifest=f"{RUN}/step-{6:012d}/manifest",
             replaces=False,

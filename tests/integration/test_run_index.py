@@ -245,7 +245,7 @@ def test_retention_of_a_session_that_lost_the_fence_removes_nothing_rule_19(
     """It has decided when another session begins."""
     with checkpointer(pool) as ckpt:
         save(ckpt, 1, 2, 3)
-        session = ckpt.saver._session
+        session = ckpt.saver.session
 
         def between(own: Pool, key: str) -> str | None:
             found = existing_version(own, key)
@@ -418,7 +418,7 @@ def test_a_listing_of_another_thread_takes_no_step_from_a_collector_or_retention
     hides: set[int] = {4}
     with checkpointer(pool) as ckpt:
         save(ckpt, 1, 2, 3, 4)
-        session = ckpt.saver._session
+        session = ckpt.saver.session
         steps = Shared(pool, RUN)
         assert steps.listing().steps == (1, 2, 3, 4)
         steps.collect_garbage()

@@ -20,6 +20,7 @@ from hpstore.checkpoint.state.state_tree import MAX_DEPTH
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import CheckpointError, ConfigError, IntegrityError, TooFewDevices
 from hpstore.objects.object_info import ObjectInfo
+from hpstore.pool.admin import PoolAdmin
 from hpstore.pool.pool import Pool
 from hpstore.trainers.named_checkpoints import Named, NamedCheckpoints, refuse_states
 from tests.thorough import crash_points
@@ -46,7 +47,7 @@ def test_a_save_is_old_or_new_at_every_crash_point(
 
     Whatever is named can be loaded, never less than before, and the next run leaves no rubbish.
     """
-    put, delete = Pool.put, Pool.delete
+    put, delete, bar, remove = Pool.put, Pool.delete, PoolAdmin.bar, PoolAdmin.remove_versions
     for crash_at in crash_points():
         prefix = f"run{crash_at}"
         with NamedCheckpoints(pool, prefix) as first:
@@ -55,7 +56,7 @@ def test_a_save_is_old_or_new_at_every_crash_point(
         left = [crash_at]
 
         def counted(kind: Any, left: list[int] = left) -> Any:
-            def change(self: Pool, *args: Any, **options: Any) -> Any:
+            def change(self: Any, *args: Any, **options: Any) -> Any:
                 left[0] -= 1
                 if left[0] < 0:
                     raise SimulatedCrash
@@ -66,6 +67,8 @@ def test_a_save_is_old_or_new_at_every_crash_point(
         named = NamedCheckpoints(pool, prefix, keep_last=3)
         monkeypatch.setattr(Pool, "put", counted(put))
         monkeypatch.setattr(Pool, "delete", counted(delete))
+        monkeypatch.setattr(PoolAdmin, "bar", counted(bar))
+        monkeypatch.setattr(PoolAdmin, "remove_versions", counted(remove))
         with contextlib.suppress(SimulatedCrash):
             named.save("b", state(7))
             named.wait()

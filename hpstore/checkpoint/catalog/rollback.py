@@ -186,16 +186,11 @@ def _copy(steps: StepCatalog, name: str, step: int) -> str:
 
 def _remove_original(steps: StepCatalog, step: int, version: str) -> None:
     """Delete a manifest of which there is a copy."""
-    key = manifest_key(steps.prefix, step)
-    try:
-        if steps.pool.stat(key).version != version:
-            raise CheckpointError(
-                f"step {step} was saved again while it was hidden. Stop the process that saves "
-                "here, then call rollback() again"
-            )
-        steps.pool.delete(key)
-    except ObjectNotFound:
-        _log.info("step %d was removed by another process", step)
+    if not steps.pool.admin.bar(manifest_key(steps.prefix, step), removes=version):
+        raise CheckpointError(
+            f"step {step} was saved again while it was hidden. Stop the process that saves here, "
+            "then call rollback() again"
+        )
     steps.forget(step)
 
 

@@ -86,14 +86,14 @@ class Saver:
         self._stage = SaveStage(options.staging, accelerator, shared=options.background != "thread")
         self._writing = Writing.of(catalog, ranks, self._stage.arena, options.background)
         self._planner = Planner(ranks, options.memory_bytes, rng=rng, allow_pickle=allow_pickle)
-        self._session, self._fenced = secrets.token_hex(8), False
+        self.session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
         self._told_of_later = False
         self._underway = self._saved_at = None
         self.counters = dict.fromkeys(SAVE_COUNTERS, 0)
         self._failures = SaveFailures(ranks, options, self.counters)
         self.tiers = TierCopies(catalog, tiers, self.counters)
-        after = (catalog, retention, self._session, self.counters)
+        after = (catalog, retention, self.session, self.counters)
         self._after = AfterCommits(*after, expire=self._expire, tiers=self.tiers)
         pool, catalog.left.patience_seconds = catalog.pool, options.drain_seconds
         self._draining = Draining(self, options.drain_seconds) if not pool.read_only else None
@@ -238,7 +238,7 @@ class Saver:
             names=prepared.names,
             slices=len(prepared.slices),
             within=prepared.within,
-            session=self._session,
+            session=self.session,
             overwrite=overwrite,
             extra=extra,
             codec=options.compression or "",
@@ -470,8 +470,8 @@ class Saver:
         """Become the session that saves here, which is returned, for a rollback: on rank 0, no save
         being under way. The next save takes the fence again if it is the first.
         """
-        take_over(self._catalog, self._session)
-        return self._session
+        take_over(self._catalog, self.session)
+        return self.session
 
     def _expire(self) -> None:
         remove_expired(self._catalog, now_milliseconds())
