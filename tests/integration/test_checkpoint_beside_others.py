@@ -30,8 +30,9 @@ from hpstore.checkpoint.format.checkpoint_manifest import (
 )
 from hpstore.checkpoint.restore import collective_restore, fill_state
 from hpstore.checkpoint.save import after_commit
+from hpstore.checkpoint.save.commit import StepCommit
 from hpstore.checkpoint.save.rank_vote import RankVote
-from hpstore.checkpoint.save.save_job import SaveJob
+from hpstore.checkpoint.save.save_traces import SaveTraces
 from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.devices.memory import MemoryWriter
 from hpstore.errors import CheckpointError, RegistersUnavailable, TooFewDevices, VersionConflict
@@ -141,15 +142,15 @@ def test_older_steps_stay_when_devices_go_between_the_check_and_the_manifest(
         Checkpointer(pool, "run", keep_last=1, rng=False, save=SaveOptions(warm=False)) as ckpt,
     ):
         save(ckpt, 1)
-        publish = SaveJob._publish
+        publish = StepCommit._publish
 
-        def then_lose(job: SaveJob, written: Sequence[RankVote]) -> object:
-            report = publish(job, written)
+        def then_lose(commit: StepCommit, written: Sequence[RankVote]) -> object:
+            report = publish(commit, written)
             key = written[0].segments[0].key
             harness.lose([url for url, _ in harness.columns(key)][:1])
             return report
 
-        monkeypatch.setattr(SaveJob, "_publish", then_lose)
+        monkeypatch.setattr(StepCommit, "_publish", then_lose)
         save(ckpt, 2)
         assert ckpt.steps() == [1, 2]
         assert ckpt.counters["retentions_postponed_total"] == 1
@@ -167,16 +168,16 @@ def test_a_save_that_does_not_fit_frees_what_it_wrote(harness: Harness) -> None:
     ):
         pool.put("filler", bytes(40 << 20))
         save(ckpt, 1)
-        publish = SaveJob._publish
+        publish = StepCommit._publish
 
-        def full(job: SaveJob, written: Sequence[RankVote]) -> object:
+        def full(commit: StepCommit, written: Sequence[RankVote]) -> object:
             for device in harness.devices.values():  # what is kept for deletes is left, no more
                 used = device.usage().total - device.usage().free
                 device.capacity_bytes = used + used // 200
-            return publish(job, written)
+            return publish(commit, written)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SaveJob, "_publish", full)
+            patch.setattr(StepCommit, "_publish", full)
             with pytest.raises(TooFewDevices, match=r"step 2 is not committed, step 1 is.*Full"):
                 ckpt.save(2, state(2)).result()
         ckpt.wait()
@@ -222,15 +223,15 @@ def test_a_save_under_way_survives_a_collector_with_another_clock(
         Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
     ):
         save(ckpt, 1)
-        manifest = SaveJob._manifest
+        manifest = StepCommit._manifest
 
-        def between(job: SaveJob, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
+        def between(commit: StepCommit, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
             with monkeypatch.context() as patch, harness.open() as other:
                 as_another_host(patch, ahead)
                 Checkpointer(other, "run", rng=False).close()
-            return manifest(job, written)
+            return manifest(commit, written)
 
-        monkeypatch.setattr(SaveJob, "_manifest", between)
+        monkeypatch.setattr(StepCommit, "_manifest", between)
         save(ckpt, 2)
         into = state(0.0)
         assert ckpt.restore(into) == 2
@@ -246,17 +247,17 @@ def test_a_save_whose_segments_were_collected_is_not_acknowledged(
         Checkpointer(pool, "run", rng=False, save=SaveOptions(warm=False)) as ckpt,
     ):
         save(ckpt, 1)
-        manifest = SaveJob._manifest
+        manifest = StepCommit._manifest
 
-        def between(job: SaveJob, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
+        def between(commit: StepCommit, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
             with monkeypatch.context() as patch, harness.open() as other:
                 patch.setattr(
                     "hpstore.checkpoint.catalog.step_catalog.attempt_lives", lambda *_: False
                 )
                 assert StepCatalog(other, "run").collect_garbage() == 1
-            return manifest(job, written)
+            return manifest(commit, written)
 
-        monkeypatch.setattr(SaveJob, "_manifest", between)
+        monkeypatch.setattr(StepCommit, "_manifest", between)
         with pytest.raises(CheckpointError, match="took this save for dead"):
             ckpt.save(2, state(2)).result()
         monkeypatch.undo()
@@ -271,20 +272,20 @@ def collect_between(
     """Another process takes this save for dead and collects, after its fence check and before its
     manifest. `broken`: what of hpstore.checkpoint.catalog.dead_saves fails in it, as if
     it were killed there."""
-    manifest = SaveJob._manifest
+    manifest = StepCommit._manifest
 
     def fail(*_: object, **__: object) -> None:
         raise CheckpointError("killed")
 
-    def between(job: SaveJob, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
+    def between(commit: StepCommit, written: Sequence[RankVote]) -> tuple[Manifest, bytes]:
         with monkeypatch.context() as patch, harness.open() as other:
             if broken is not None:
                 patch.setattr(f"hpstore.checkpoint.catalog.{broken}", fail)
             patch.setattr(StepCatalog, "_is_dead", lambda *_: True)
             StepCatalog(other, "run").collect_garbage()
-        return manifest(job, written)
+        return manifest(commit, written)
 
-    monkeypatch.setattr(SaveJob, "_manifest", between)
+    monkeypatch.setattr(StepCommit, "_manifest", between)
 
 
 def test_segments_stay_while_the_note_of_their_save_is_there(
@@ -314,12 +315,12 @@ def test_a_collector_that_is_killed_leaves_a_mark_that_the_next_one_goes_on_from
     ):
         save(ckpt, 1)
         collect_between(harness, monkeypatch, "dead_saves.decide")
-        remove = SaveJob._remove_own
-        monkeypatch.setattr(SaveJob, "_remove_own", lambda job: None)  # it is killed, too
+        remove = SaveTraces.remove_segments
+        monkeypatch.setattr(SaveTraces, "remove_segments", lambda _: None)  # it is killed, too
         with pytest.raises(CheckpointError, match="took this save for dead"):
             ckpt.save(2, state(2)).result()
         monkeypatch.undo()
-        assert SaveJob._remove_own is remove
+        assert SaveTraces.remove_segments is remove
         steps = StepCatalog(pool, "run")
         listing = steps.listing()
         assert [step for step, _ in listing.condemned.values()] == [2]

@@ -20,6 +20,7 @@ from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.format.items import ItemColumns
+from hpstore.checkpoint.save.commit import StepCommit
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.devices.wrappers import CrashCounter, SimulatedCrash
 from hpstore.errors import CheckpointError, HpstoreError, RedundancyError
@@ -370,20 +371,22 @@ def test_a_failed_save_says_which_step_is_still_good(harness: Harness) -> None:
             assert ckpt.latest_valid() == 1
 
 
-@pytest.mark.parametrize("where", ["_require_safe", "_note_attempt"])
+@pytest.mark.parametrize(
+    "where", [(StepCommit, "_require_safe"), (SaveJob, "_note_attempt")], ids=lambda w: w[1]
+)
 def test_an_unforeseen_error_leaves_no_note_of_a_living_save(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, where: str
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str]
 ) -> None:
     """A defect raises in the middle: the heartbeat ends, or garbage would stay for ever."""
-    original = getattr(SaveJob, where)
+    original = getattr(*where)
 
-    def broken(self: SaveJob, *args: Any, **options: Any) -> None:
+    def broken(self: object, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         raise ZeroDivisionError
 
     with harness.open() as pool:
         ckpt = checkpointer(pool)
-        monkeypatch.setattr(SaveJob, where, broken)
+        monkeypatch.setattr(*where, broken)
         with pytest.raises(ZeroDivisionError):
             ckpt.save(1, state_of(1.0)).result()
         monkeypatch.undo()

@@ -17,10 +17,10 @@ from hpstore.checkpoint import Checkpointer
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.ranks.collectives import Ranks
+from hpstore.checkpoint.save.commit import StepCommit
 from hpstore.checkpoint.save.rank_plan import Planner
 from hpstore.checkpoint.save.rank_vote import RankVote
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport
-from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.stage import SaveStage
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ThreadsExhausted, VersionConflict
@@ -84,16 +84,16 @@ def test_close_ends_after_an_interrupted_wait(
     ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """r_sigint_wait: it waited for what comes after a commit of a save that no thread makes."""
-    hold, publish = threading.Event(), SaveJob._publish
+    hold, publish = threading.Event(), StepCommit._publish
 
-    def held(job: SaveJob, written: Sequence[RankVote]) -> SaveReport:
+    def held(commit: StepCommit, written: Sequence[RankVote]) -> SaveReport:
         assert hold.wait(20)
-        return publish(job, written)
+        return publish(commit, written)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SaveJob, "_publish", held)
+    monkeypatch.setattr(StepCommit, "_publish", held)
     ckpt.save(1, {"w": torch.ones(3)})
     with monkeypatch.context() as patch:
         patch.setattr("hpstore.checkpoint.save.save_underway.wait", interrupted)

@@ -16,8 +16,8 @@ from hpstore.checkpoint.catalog.writer_fence import take_fence
 from hpstore.checkpoint.format.checkpoint_manifest import HEAD_BYTES, Manifest, manifest_key
 from hpstore.checkpoint.save import after_commit
 from hpstore.checkpoint.save.after_commit import AfterCommits
+from hpstore.checkpoint.save.commit import StepCommit
 from hpstore.checkpoint.save.save_handle import SaveReport
-from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.errors import VersionConflict
 from hpstore.pool.admin import PoolAdmin
 from hpstore.pool.pool import Pool
@@ -217,13 +217,13 @@ def test_a_session_that_lost_the_fence_writes_no_small_save(
     """The fence is looked at under the claim: it moves after everything else was looked at."""
     with Checkpointer(pool, "run", rng=False) as old:
         old.save(1, {"w": torch.ones(9)}).result()
-        plain = SaveJob._manifest
+        plain = StepCommit._manifest
 
-        def late(job: SaveJob, written: Any) -> tuple[Manifest, bytes]:
+        def late(commit: StepCommit, written: Any) -> tuple[Manifest, bytes]:
             take_fence(pool, "run", "another")
-            return plain(job, written)
+            return plain(commit, written)
 
-        monkeypatch.setattr(SaveJob, "_manifest", late)
+        monkeypatch.setattr(StepCommit, "_manifest", late)
         with pytest.raises(VersionConflict, match="has begun to save under"):
             old.save(2, {"w": torch.ones(9)}).result()
         assert old.steps() == [1]

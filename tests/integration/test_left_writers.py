@@ -32,8 +32,8 @@ BIG, SMALL = 600_000, 2_000
 # a module of the writer: its second save stands still at one place
 STOPPING = """
     import os, signal
-    from hpstore.checkpoint.save.save_job import SaveJob
-    before = SaveJob.PLACE
+    from hpstore.checkpoint.save.commit import StepCommit
+    before = StepCommit.PLACE
     def stopping(self, *words):
         if "PLACE" == "_require_mine":
             before(self, *words)
@@ -41,7 +41,7 @@ STOPPING = """
             os.kill(os.getpid(), signal.SIGSTOP)
         if "PLACE" != "_require_mine":
             return before(self, *words)
-    SaveJob.PLACE = stopping
+    StepCommit.PLACE = stopping
 """
 TRAINER = """
     import os, signal, sys, time

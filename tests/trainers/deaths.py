@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hpstore.checkpoint.save.save_job import SaveJob
+from hpstore.checkpoint.save.commit import StepCommit
 from hpstore.trainers.pipelining import ComputeEvent
 from tests.trainers.pipelines import Trainer
 
@@ -17,7 +17,7 @@ POINTS = ("updated", "voted", "staged", "written", "planned", "published")
 """Behind the optimizer's step; behind the vote; behind save(), which has staged; when this rank's
 segment is put; on rank 0, which commits: before the manifest's put, and behind it."""
 _LINES = {
-    "written": ("commit", False),
+    "written": ("make", False),
     "planned": ("_manifest", True),
     "published": ("_publish", True),
 }
@@ -66,10 +66,10 @@ def _at(trainer: Trainer, step: int, point: str) -> None:
     elif point in _LINES:
         name, behind = _LINES[point]
 
-        def saves_it(job: SaveJob, *_: object) -> bool:
-            return job._options.step == step + 1
+        def saves_it(commit: StepCommit, *_: object) -> bool:
+            return commit._options.step == step + 1
 
-        setattr(SaveJob, name, _dying(getattr(SaveJob, name), saves_it, behind=behind))
+        setattr(StepCommit, name, _dying(getattr(StepCommit, name), saves_it, behind=behind))
     else:
         dying = _dying(checkpointer.save, lambda at, *_: at == step + 1, behind=point == "staged")
         vars(checkpointer)["save"] = dying

@@ -13,19 +13,19 @@ Exchange = Callable[[Any, str, object], None]  # module or class, name, what it 
 def _retains_early(exchange: Exchange) -> None:
     """Rule 19: retention removes older steps before the manifest of the new one is there."""
     from hpstore.checkpoint.catalog.retention import Retention, decide
-    from hpstore.checkpoint.save.save_job import SaveJob
+    from hpstore.checkpoint.save.commit import StepCommit
 
-    before = SaveJob._publish
+    before = StepCommit._publish
 
-    def publish(job: SaveJob, written: Sequence[Any]) -> object:
-        step, steps = job._options.step, job._steps
+    def publish(commit: StepCommit, written: Sequence[Any]) -> object:
+        step, steps = commit._options.step, commit._steps
         retention = Retention(keep_last=STAGE.now.setup.keep_last)
         for old in decide([*steps.all(), step], retention, committed=step, now_ms=0):
             if not old.stays:
                 steps.delete(old.step)
-        return before(job, written)
+        return before(commit, written)
 
-    exchange(SaveJob, "_publish", publish)
+    exchange(StepCommit, "_publish", publish)
 
 
 def _ignores_notes(exchange: Exchange) -> None:
@@ -37,9 +37,9 @@ def _ignores_notes(exchange: Exchange) -> None:
 
 def _no_look_at_notes(exchange: Exchange) -> None:
     """Rule 18: a save does not look whether its note is still there."""
-    from hpstore.checkpoint.save.save_job import SaveJob
+    from hpstore.checkpoint.save.save_traces import SaveTraces
 
-    exchange(SaveJob, "_require_noted", lambda job: None)
+    exchange(SaveTraces, "require_noted", lambda traces: None)
 
 
 def _no_bar(exchange: Exchange) -> None:
@@ -59,9 +59,9 @@ def _no_index(exchange: Exchange) -> None:
 def _no_look_at_the_fence(exchange: Exchange) -> None:
     """Rule 18: a save does not look whether another session has taken the fence."""
     from hpstore.checkpoint.catalog.fence_record import read_fence
-    from hpstore.checkpoint.save import save_job
+    from hpstore.checkpoint.save import commit
 
-    exchange(save_job, "require_fence", lambda pool, prefix, session: read_fence(pool, prefix))
+    exchange(commit, "require_fence", lambda pool, prefix, session: read_fence(pool, prefix))
 
 
 def _lists_first(exchange: Exchange) -> None:
@@ -98,22 +98,23 @@ def _withdraws(exchange: Exchange) -> None:
     """Rule 18, as it was: the note is looked at after the put, and without it the step goes."""
     from hpstore.checkpoint.catalog import dead_saves
     from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
-    from hpstore.checkpoint.save.save_job import SaveJob
+    from hpstore.checkpoint.save.commit import StepCommit
+    from hpstore.checkpoint.save.save_traces import SaveTraces
 
-    publish, look = SaveJob._publish, SaveJob._require_noted
+    publish, look = StepCommit._publish, SaveTraces.require_noted
 
-    def withdraw(job: SaveJob, written: Sequence[Any]) -> object:
-        report = publish(job, written)
+    def withdraw(commit: StepCommit, written: Sequence[Any]) -> object:
+        report = publish(commit, written)
         try:
-            look(job)
+            look(commit._traces)
         except Exception:
-            job._pool.delete(manifest_key(job._prefix, job._options.step))
+            commit._pool.delete(manifest_key(commit._prefix, commit._options.step))
             raise
         return report
 
     exchange(dead_saves, "decide", lambda pool, manifest, *, replaces: None)
-    exchange(SaveJob, "_require_noted", lambda job: None)
-    exchange(SaveJob, "_publish", withdraw)
+    exchange(SaveTraces, "require_noted", lambda traces: None)
+    exchange(StepCommit, "_publish", withdraw)
 
 
 def _lists_once(exchange: Exchange) -> None:
@@ -188,9 +189,9 @@ def _refers_blindly(exchange: Exchange) -> None:
 
 def _unsafe_segments(exchange: Exchange) -> None:
     """Rule 19: segments are not looked at before the manifest is put."""
-    from hpstore.checkpoint.save.save_job import SaveJob
+    from hpstore.checkpoint.save.commit import StepCommit
 
-    exchange(SaveJob, "_require_safe", lambda job: None)
+    exchange(StepCommit, "_require_safe", lambda commit: None)
 
 
 CHECKPOINT_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
