@@ -1,4 +1,7 @@
-"""Turn a source into a dataset: in parts that survive a kill, published all at once."""
+"""Turn a source into a dataset: in parts that survive a kill, published all at once.
+
+Memory: four shard buffers per stream, one window, and 64 MiB that are read ahead.
+"""
 
 from __future__ import annotations
 
@@ -81,72 +84,48 @@ def ingest(
     metadata: Mapping[str, object] | None = None,
     progress: IngestCallback | None = None,
 ) -> IngestReport:
-    """Write the samples of `source` as dataset `name`; visible when all of it is there.
+    """Write the samples of `source` as dataset `name`; visible and durable when all of it is there.
 
-    `source`, `source_options`: see open_source. `fields`: what to take of a sample, by name or
-    with their types; by default all, of the source's types. `shuffle`: a permutation by `seed`
-    where records can be read by number, else blocks permuted and mixed in windows of
-    `window_bytes`; the dataset records which. `workers`: threads. Sizes: numbers or "64MiB".
+    Parameters
+    ----------
+    pool, name, overwrite, append, version, layout, shard_bytes, unit_bytes, compression, metadata
+        As of DatasetWriter.
+    source, format, names, check_images, source_options
+        As of open_source().
+    fields
+        What to take of a sample: names, or names with types. Default: all, of the source's types.
+    shuffle, seed, window_bytes
+        A permutation by `seed`; where records have no numbers, of blocks, mixed in such windows.
+    on_error, max_skipped
+        "raise" for a bad record, or "skip" up to so many of them and report them.
+    resume, workers, progress
+        Continue a call that was cut short, or discard its parts; threads; called as parts grow.
 
-    A bad record raises IngestError with its name; `on_error="skip"` leaves out up to `max_skipped`
-    of them and reports them. After an error or a kill the parts that were finished (about a shard
-    each) are kept: the same call goes on with the rest, and refuses a source, a seed or fields that
-    are not the same; `resume=False` throws them away first.
+    Returns
+    -------
+    IngestReport
 
-    Durable on return. Raises ConfigError, IngestError, VersionConflict (see `overwrite`),
-    ObjectNotFound (nothing to append to), and what the pool raises. Memory: four shard buffers a
-    stream, one window and 64 MiB that are read ahead.
+    Raises
+    ------
+    ConfigError, IngestError, VersionConflict, ObjectNotFound
+        A wrong argument, a bad record or another source; as of DatasetWriter.
     """
-    began = perf_counter()
-    errors = _errors(on_error, max_skipped)
-    place = _place(pool, name, append=append, overwrite=overwrite, version=version)
+    asked = _begun(on_error, max_skipped) | {"window_bytes": window_bytes, "workers": workers}
+    asked |= _place(pool, name, append=append, overwrite=overwrite, version=version)
     how = {"names": names, "check_images": check_images, "source_options": source_options}
     opened = open_source(source, format=format, **how)  # type: ignore[arg-type]  # as given
     laid = {"layout": layout, "compression": compression} | _sizes(shard_bytes, unit_bytes)
-    run = _Run(
-        **place,
-        **errors,
-        **_written(place["base"], opened, laid, shuffle_seed(shuffle, seed)),
-        source=opened,
-        window_bytes=bytes_argument("window_bytes", window_bytes, least=1),
-        workers=_workers(opened, workers),
-        metadata={**opened.metadata, **(metadata or {})},
-        progress=progress,
-    )
-    return _report(name, opened, *run.go(fields, resume=resume), began=began)
-
-
-def _report(
-    name: str,
-    source: Source,
-    manifest: DatasetManifest,
-    done: Progressed,
-    resumed: int,
-    *,
-    began: float,
-) -> IngestReport:
-    return IngestReport(
-        name=name,
-        source=source.where,
-        format=source.kind,
-        samples=done.rows,
-        bytes=done.nbytes,
-        fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
-        order=done.plan["order"],
-        skipped=done.skipped,
-        ignored=source.ignored,
-        resumed_samples=resumed,
-        fingerprint=manifest.fingerprint,
-        seconds=perf_counter() - began,
-    )
+    run = _run(opened, asked, laid, shuffle_seed(shuffle, seed), metadata, progress)
+    return run.report(fields, resume=resume)
 
 
 # Any below: arguments of _Run by name
-def _errors(on_error: str, max_skipped: int) -> dict[str, Any]:
+def _begun(on_error: str, max_skipped: int) -> dict[str, Any]:
+    """Since when it runs, and what becomes of bad records."""
     if on_error not in ON_ERROR:
         raise ConfigError(f"on_error {on_error!r}: choose raise or skip")
     whole_argument("max_skipped", max_skipped, least=0)
-    return {"skip": on_error == "skip", "max_skipped": max_skipped}
+    return {"began": perf_counter(), "skip": on_error == "skip", "max_skipped": max_skipped}
 
 
 def _place(
@@ -159,22 +138,37 @@ def _place(
     return {"pool": pool, "name": name, "base": base, "replaces": replaces, "label": version}
 
 
-def _written(
-    base: DatasetManifest | None, source: Source, options: dict[str, Any], seed: int | None
-) -> dict[str, Any]:
-    """Options of the writer and the seed: those of the dataset that is appended to."""
-    if base is None:
-        return {"options": options, "seed": seed}
-    require_same_classes(base, source)
-    options = options | {"layout": base.layout, "compression": base.compression or None}
-    return {"options": options, "seed": base.shuffle_seed}
-
-
 def _sizes(shard_bytes: int | str, unit_bytes: int | str | None) -> dict[str, int | None]:
     """Those of the writer, as numbers: a resumed ingest compares them."""
     shard = bytes_argument("shard_bytes", shard_bytes, least=1)
     unit = None if unit_bytes is None else bytes_argument("unit_bytes", unit_bytes, least=1)
     return {"shard_bytes": shard, "unit_bytes": unit}
+
+
+def _run(
+    source: Source,
+    asked: dict[str, Any],
+    laid: dict[str, Any],
+    seed: int | None,
+    metadata: Mapping[str, object] | None,
+    progress: IngestCallback | None,
+) -> _Run:
+    """What is asked for, checked. Appended samples are written as the dataset was."""
+    base: DatasetManifest | None = asked["base"]
+    if base is not None:
+        require_same_classes(base, source)
+        laid = laid | {"layout": base.layout, "compression": base.compression or None}
+        seed = base.shuffle_seed
+    asked["window_bytes"] = bytes_argument("window_bytes", asked["window_bytes"], least=1)
+    asked["workers"] = _workers(source, asked["workers"])
+    return _Run(
+        **asked,
+        source=source,
+        options=laid,
+        seed=seed,
+        metadata={**source.metadata, **(metadata or {})},
+        progress=progress,
+    )
 
 
 def _workers(source: Source, asked: int | None) -> int:
@@ -201,10 +195,31 @@ class _Run:
     progress: IngestCallback | None
     base: DatasetManifest | None  # what is appended to
     label: str | None
+    began: float  # perf_counter()
     whole: bool = False  # all of a sample is taken: one with more than the fields is a bad record
 
-    def go(self, fields: Fields | None, *, resume: bool) -> tuple[DatasetManifest, Progressed, int]:
-        """Write and publish; returns the manifest, the journal, and the samples there were."""
+    def report(self, fields: Fields | None, *, resume: bool) -> IngestReport:
+        """Write and publish."""
+        manifest, done, resumed = self._go(fields, resume=resume)
+        return IngestReport(
+            name=self.name,
+            source=self.source.where,
+            format=self.source.kind,
+            samples=done.rows,
+            bytes=done.nbytes,
+            fields={n: (f.dtype, f.shape) for n, f in manifest.fields.items()},
+            order=done.plan["order"],
+            skipped=done.skipped,
+            ignored=self.source.ignored,
+            resumed_samples=resumed,
+            fingerprint=manifest.fingerprint,
+            seconds=perf_counter() - self.began,
+        )
+
+    def _go(
+        self, fields: Fields | None, *, resume: bool
+    ) -> tuple[DatasetManifest, Progressed, int]:
+        """As report(); the manifest, the journal, and the samples there were."""
         try:
             return self._once(fields, resume=resume)
         except FieldsChanged as found:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
 from hpstore.loaders.sampling.data_parallel import data_dimensions, of_mesh
@@ -108,6 +109,12 @@ def standing(
     return RankStanding(
         stages=stages, num_stages=num_stages, group=ranks, data=data, reads=reads, hungry=hungry
     )
+
+
+def agreed_place(ranks: Ranks, mine: RankStanding) -> RankPlace:
+    """This rank's place. Collective. Raises as placed() does."""
+    heard = ranks.all_gather(mine.to_json(), RankChannel.TRAINER)
+    return placed([RankStanding.of_json(text) for text in heard], ranks.rank)
 
 
 def placed(said: Sequence[RankStanding], rank: int) -> RankPlace:

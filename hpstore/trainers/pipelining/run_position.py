@@ -45,6 +45,12 @@ class RunPosition:
             loader=self.loader if fed else None,
         )
 
+    def stand_behind(self, step: int | None) -> None:
+        """Take over the count of a run without a pipeline, whose `step` was restored."""
+        if step is not None and not self.counted:
+            self.step = self.weights = step
+            self.counted = True
+
     def agree(self, common: Vote) -> None:
         """What all ranks have agreed on is this one's, too."""
         self.loader = None if common.loader is None else dict(common.loader)
