@@ -17,10 +17,9 @@ from pathlib import Path
 import numpy as np
 
 import hpstore
-from hpstore.benchmarks.checkpoint.checkpoint_bars import pairs, spread
+from hpstore.benchmarks.harness.bench_verdicts import pairs, spread, verdict
 from hpstore.benchmarks.harness.measure import Options, interleave
 from hpstore.benchmarks.harness.raw_devices import workspace
-from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.errors import ConfigError
 from hpstore.loaders import DatasetWriter, Field, delete_dataset, ingest
 from hpstore.loaders.ingestion.image_source import ImageFolder

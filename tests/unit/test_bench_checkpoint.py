@@ -25,12 +25,7 @@ from hpstore.benchmarks.checkpoint import (
     checkpoint_shapes,
     checkpoint_special,
 )
-from hpstore.benchmarks.checkpoint.checkpoint_bars import (
-    floor_verdicts,
-    special_verdicts,
-    to_best,
-    verdict,
-)
+from hpstore.benchmarks.checkpoint.checkpoint_bars import floor_verdicts, special_verdicts, to_best
 from hpstore.benchmarks.checkpoint.checkpoint_contenders import PEERS, not_installed, peers_named
 from hpstore.benchmarks.checkpoint.checkpoint_library_peers import LIBRARY_PEERS
 from hpstore.benchmarks.checkpoint.checkpoint_ours import Copy, HpstoreSaver
@@ -38,9 +33,7 @@ from hpstore.benchmarks.checkpoint.checkpoint_peers import SaverPeer
 from hpstore.benchmarks.checkpoint.checkpoint_sessions import (
     CheckpointSpec,
     contender,
-    drop_cache,
     load_session,
-    resident_bytes,
     save_session,
 )
 from hpstore.benchmarks.checkpoint.checkpoint_state import (
@@ -53,8 +46,10 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
     shapes,
     state_bytes,
 )
+from hpstore.benchmarks.harness.bench_verdicts import verdict
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.harness.memory_ballast import MemoryBallast, ballast_bytes
+from hpstore.benchmarks.harness.memory_use import drop_cache, resident_bytes
 from hpstore.benchmarks.harness.sessions import Found, Sections, Session, SessionFailed, Sessions
 from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.errors import ConfigError

@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.harness.memory_ballast import MemoryBallast
 from hpstore.benchmarks.harness.raw_devices import DATA
-from hpstore.benchmarks.harness.sessions import Found, Sections, Session, Sessions
+from hpstore.benchmarks.harness.sessions import Found, Sections, Session, Sessions, progress
 from hpstore.benchmarks.loader import (
     loader_bars,
     loader_bench,

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
-from hpstore.benchmarks.harness.sessions import Found, Session, SessionFailed, Sessions
+from hpstore.benchmarks.harness.sessions import Found, Session, SessionFailed, Sessions, progress
 from hpstore.benchmarks.loader import loader_bars, loader_bench
 from hpstore.benchmarks.loader.loader_contenders import (
     GROUPS,

@@ -19,8 +19,8 @@ from hpstore.benchmarks.cache.cache_families import measure_families
 from hpstore.benchmarks.cache.cache_peers import PeerRun, missing, packages_named
 from hpstore.benchmarks.cache.cache_plots import plot_workload
 from hpstore.benchmarks.cache.cache_traces import BLOCKS, TRACES, CacheTrace, trace_named
-from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
 from hpstore.benchmarks.harness.measure import Options, unmet
+from hpstore.benchmarks.harness.sessions import progress
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy import CacheReport, most_hits, simulate
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
+from hpstore.benchmarks.harness.bench_verdicts import Verdict, pairs, spread, verdict
 from hpstore.benchmarks.harness.sessions import Found
 from hpstore.units import MIB
-
-# Any: JSON
-Verdict = dict[str, Any]
 
 OURS = "hpstore"
 SPARE_BYTES = 64 * MIB
@@ -18,29 +15,6 @@ SLICE_LIMIT_BYTES = 4.2 * MIB
 DURABLE_STEADY_BAR, DURABLE_FIRST_BAR, LOAD_COLD_BAR = 0.7, 1.1, 0.9
 FROZEN_BAR = 0.15  # nine tensors of ten are as they were
 DEDUPLICATED_BAR = 1.05  # what all ranks hold is stored once; parity is not counted
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, lowest, highest, and all in order."""
-    return {
-        "median": round(statistics.median(values), 4),
-        "lowest": round(min(values), 4),
-        "highest": round(max(values), 4),
-        "values": [round(value, 4) for value in values],
-    }
-
-
-def verdict(values: Sequence[float], bar: float | None, **facts: object) -> Verdict:
-    """A named ratio; its median decides whether the bar is met."""
-    found = {name: value for name, value in spread(values).items() if name != "values"}
-    if bar is not None:
-        found |= {"bar": bar, "met": statistics.median(values) <= bar}
-    return found | facts
-
-
-def pairs(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Ours over theirs, repetition by repetition."""
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
 
 
 Series = dict[str, list[float]]  # seconds by contender, one a repetition

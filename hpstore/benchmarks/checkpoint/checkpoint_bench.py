@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from hpstore.benchmarks.checkpoint import checkpoint_shapes as shapes
 from hpstore.benchmarks.checkpoint import checkpoint_special as special
@@ -32,7 +31,6 @@ from hpstore.benchmarks.checkpoint.checkpoint_bars import (
     save_verdicts,
     series,
     special_verdicts,
-    spread,
 )
 from hpstore.benchmarks.checkpoint.checkpoint_compression import (
     CONTENTS,
@@ -48,10 +46,11 @@ from hpstore.benchmarks.checkpoint.checkpoint_sessions import (
     save_session,
 )
 from hpstore.benchmarks.checkpoint.checkpoint_state import SharedState, TensorContents, map_state
+from hpstore.benchmarks.harness.bench_verdicts import spread
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.harness.memory_ballast import MemoryBallast, ballast_bytes, memory_bytes
 from hpstore.benchmarks.harness.raw_devices import workspace
-from hpstore.benchmarks.harness.sessions import Found, Session, SessionFailed, Sessions
+from hpstore.benchmarks.harness.sessions import Found, Session, SessionFailed, Sessions, progress
 
 _log = logging.getLogger(__name__)
 RAW = "raw"
@@ -88,23 +87,6 @@ class CheckpointFindings:
     special: defaultdict[str, list[Found]] = field(default_factory=lambda: defaultdict(list))
     compression: dict[str, Found] = field(default_factory=dict)  # by content
     failed: dict[str, str] = field(default_factory=dict)  # peers, and why
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Progress]:
-    """A bar over sessions, on standard error when that is a terminal."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as bar:
-        bar.add_task("checkpoint", total=total)
-        yield bar
 
 
 class CheckpointRunner:

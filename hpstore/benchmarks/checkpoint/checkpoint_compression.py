@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from hpstore.benchmarks.checkpoint.checkpoint_bars import spread
 from hpstore.benchmarks.checkpoint.checkpoint_ours import make_checkpointer, open_or_make
-from hpstore.benchmarks.checkpoint.checkpoint_sessions import CheckpointSpec, drop_cache
+from hpstore.benchmarks.checkpoint.checkpoint_sessions import CheckpointSpec
 from hpstore.benchmarks.checkpoint.checkpoint_state import (
     NOISE_WORDS,
     State,
@@ -21,7 +20,9 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
     map_state,
     state_bytes,
 )
+from hpstore.benchmarks.harness.bench_verdicts import spread
 from hpstore.benchmarks.harness.measure import seconds
+from hpstore.benchmarks.harness.memory_use import drop_cache
 from hpstore.benchmarks.harness.sessions import Found, Sections
 from hpstore.checkpoint import SaveOptions
 from hpstore.checkpoint.format.segment_codecs import CODECS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-
 from hpstore.benchmarks.checkpoint.checkpoint_library_peers import LIBRARY_PEERS
 from hpstore.benchmarks.checkpoint.checkpoint_ours import HpstoreSaver
 from hpstore.benchmarks.checkpoint.checkpoint_peers import (
@@ -14,7 +12,7 @@ from hpstore.benchmarks.checkpoint.checkpoint_peers import (
     SaverPeer,
     TorchSave,
 )
-from hpstore.errors import ConfigError
+from hpstore.benchmarks.harness.peer_packages import asked_for, why_missing
 
 _KINDS: tuple[type[SaverPeer], ...] = (
     TorchSave,
@@ -34,18 +32,9 @@ def kind_of(name: str) -> type[SaverPeer]:
 
 def peers_named(names: str) -> list[str]:
     """The peers of a comma-separated list. Raises ConfigError for one that is not there."""
-    found = [name.strip() for name in names.split(",") if name.strip()]
-    for name in found:
-        if name not in PEERS:
-            raise ConfigError(f"no peer is called {name!r}; there are {', '.join(PEERS)}")
-    return list(dict.fromkeys(found))
+    return asked_for(names, PEERS)
 
 
 def not_installed(name: str) -> str:
     """Why a peer cannot be measured here; "" when its package is there."""
-    package = PEERS[name].package
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return f"{package} is not installed here: pip install {package}"
-    return ""
+    return why_missing(PEERS[name].package)

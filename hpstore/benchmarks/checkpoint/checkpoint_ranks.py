@@ -27,9 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 import hpstore
 from hpstore.benchmarks.checkpoint.checkpoint_ours import Copy, make_checkpointer, open_or_make
 from hpstore.benchmarks.checkpoint.checkpoint_peers import fsync_tree
-from hpstore.benchmarks.checkpoint.checkpoint_sessions import CheckpointSpec, drop_cache
+from hpstore.benchmarks.checkpoint.checkpoint_sessions import CheckpointSpec
 from hpstore.benchmarks.checkpoint.checkpoint_shapes import share_of_full
 from hpstore.benchmarks.checkpoint.checkpoint_state import State, empty_state, state_bytes
+from hpstore.benchmarks.harness.memory_use import drop_cache
 from hpstore.benchmarks.harness.rank_processes import launch
 from hpstore.benchmarks.harness.sessions import Found, Sections
 from hpstore.checkpoint import Checkpointer

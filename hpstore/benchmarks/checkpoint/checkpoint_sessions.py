@@ -9,11 +9,8 @@ themselves, the page cache dropped before each.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
-import os
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,12 +25,11 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
     state_bytes,
 )
 from hpstore.benchmarks.harness.measure import seconds
+from hpstore.benchmarks.harness.memory_use import PeakMemory, drop_cache, resident_bytes
 from hpstore.benchmarks.harness.raw_devices import BLOCK_BYTES, DATA, PARITY, RawFiles
 from hpstore.benchmarks.harness.sessions import Found, Sections
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import MIB, div_ceil, round_up
-
-_SAMPLE_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,71 +56,6 @@ class CheckpointSpec:
 def contender(spec: CheckpointSpec) -> SaverPeer:
     """The one that a spec names."""
     return kind_of(spec.contender)(spec.directory / spec.contender)
-
-
-def resident_bytes() -> int:
-    """Memory of this process, exactly (statm is off by megabytes), and what processes that it
-    started have to themselves: what they share with it is counted here.
-    """
-    own = _rollup("self", "Rss:")
-    return own + sum(_rollup(pid, "Private_Clean:", "Private_Dirty:") for pid in _descendants())
-
-
-def _rollup(pid: str, *names: str) -> int:
-    """Bytes in these lines of a process's smaps_rollup; 0 when it is gone."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
-        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(names))
-    return 0
-
-
-def _descendants() -> list[str]:
-    """Processes that this one started, and those that they started."""
-    found, front = [], [str(os.getpid())]
-    while front:
-        children: list[str] = []
-        for pid in front:
-            for listing in Path(f"/proc/{pid}/task").glob("*/children"):
-                with contextlib.suppress(OSError):
-                    children += listing.read_text().split()
-        found += children
-        front = children
-    return found
-
-
-class PeakMemory:
-    """Highest resident memory while it is entered, sampled by a thread."""
-
-    def __enter__(self) -> PeakMemory:
-        self.bytes = resident_bytes()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="peak-memory")
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(_SAMPLE_SECONDS):
-            self.bytes = max(self.bytes, resident_bytes())
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
-def drop_cache(directory: Path) -> None:
-    """Nothing under a directory is in the page cache afterwards; all of it was synced before.
-
-    A file that goes meanwhile, as a pool recycles those of deleted objects, takes its pages along.
-    """
-    for path in directory.rglob("*"):
-        if not path.is_file():
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
 
 
 def save_session(sections: Sections, spec: CheckpointSpec) -> Found:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hpstore.benchmarks.checkpoint.checkpoint_ours import Copy, make_checkpointer, open_or_make
-from hpstore.benchmarks.checkpoint.checkpoint_sessions import CheckpointSpec, resident_bytes
+from hpstore.benchmarks.checkpoint.checkpoint_sessions import CheckpointSpec
 from hpstore.benchmarks.checkpoint.checkpoint_state import (
     FULL_BYTES,
     State,
@@ -29,6 +29,7 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
     map_state,
     state_bytes,
 )
+from hpstore.benchmarks.harness.memory_use import resident_bytes
 from hpstore.benchmarks.harness.sessions import Found, Sections
 from hpstore.checkpoint import Checkpointer, SaveHandle, SaveOptions
 from hpstore.units import KIB, MIB

@@ -13,9 +13,13 @@ import os
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hpstore.benchmarks.harness.memory_ballast import MemoryBallast
 from hpstore.errors import HpstoreError
@@ -54,6 +58,23 @@ def _in_session(connection: Connection, session: Session, spec: object) -> None:
         connection.send(("found", session(Sections(connection), spec)))
     except BaseException as error:  # noqa: BLE001 (raised again where it was asked for)
         connection.send(("failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Progress]:
+    """A bar over sessions, on standard error when that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        bar.add_task("checkpoint", total=total)
+        yield bar
 
 
 class SessionFailed(HpstoreError):

@@ -27,9 +27,9 @@ from typing import Any
 
 from rich.progress import Progress
 
-from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
 from hpstore.benchmarks.harness.measure import Options, unmet
 from hpstore.benchmarks.harness.raw_devices import workspace
+from hpstore.benchmarks.harness.sessions import progress
 from hpstore.benchmarks.health import health_detector as detector
 from hpstore.benchmarks.health import health_groups as groups
 from hpstore.benchmarks.health.health_cost import MODES, cost_case

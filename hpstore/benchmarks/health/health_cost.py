@@ -11,10 +11,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
-from hpstore.benchmarks.checkpoint.checkpoint_bars import pairs
+from hpstore.benchmarks.harness.bench_verdicts import pairs, verdict
 from hpstore.benchmarks.health.health_rig import loads, middle
 from hpstore.benchmarks.health.health_slow import POOL, Arrival, SampleRows, SlowScene, costed, take
-from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.benchmarks.loader.loader_ours import NAME
 from hpstore.loaders import Dataset
 

@@ -25,10 +25,10 @@ from typing import Any
 import hpstore
 from hpstore.agent import Agent, AgentConfig
 from hpstore.agent.background_jobs import JobKind
+from hpstore.benchmarks.harness.bench_verdicts import verdict
 from hpstore.benchmarks.harness.measure import seconds
 from hpstore.benchmarks.health.health_reads import KINDS, ForegroundReads, Objects
 from hpstore.benchmarks.health.health_rig import Rig, loads, middle
-from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.errors import HpstoreError
 
 POOL = "rebuild"

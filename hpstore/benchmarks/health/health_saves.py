@@ -23,10 +23,10 @@ from hpstore.benchmarks.checkpoint.checkpoint_state import (
     empty_state,
     state_bytes,
 )
+from hpstore.benchmarks.harness.bench_verdicts import verdict
 from hpstore.benchmarks.health.health_reads import ForegroundReads, Objects
 from hpstore.benchmarks.health.health_rig import Rig, interleaved, loads, middle
 from hpstore.benchmarks.health.health_slow import SlowWatch, spoken
-from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.checkpoint import Checkpointer
 from hpstore.units import GIB, MIB
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hpstore.benchmarks.harness.bench_verdicts import verdict
 from hpstore.benchmarks.health.health_reads import KINDS, ForegroundReads, Objects
 from hpstore.benchmarks.health.health_rig import DATA, Rig, interleaved, loads, middle
-from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.benchmarks.loader.loader_data import BATCH, Data
 from hpstore.benchmarks.loader.loader_ours import NAME, share_on, write_data_set
 from hpstore.health.snapshot import Round

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 
 import hpstore
+from hpstore.benchmarks.harness.bench_verdicts import verdict
 from hpstore.benchmarks.health.health_rig import interleaved, middle, quantile
-from hpstore.benchmarks.loader.loader_bars import verdict
 from hpstore.codec.galois import Bytes
 from hpstore.config import Settings, find_config
 from hpstore.devices.base import Device, ReadHandle

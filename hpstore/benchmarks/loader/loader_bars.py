@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from hpstore.benchmarks.checkpoint.checkpoint_bars import pairs, spread
+from hpstore.benchmarks.harness.bench_verdicts import Verdict, pairs, skipped, verdict
 from hpstore.benchmarks.harness.sessions import Found
 from hpstore.units import MIB
 
-# Any: JSON
-Verdict = dict[str, Any]
 Figures = Mapping[str, Sequence[Found]]  # by contender, one a repetition
 
 RESIDENT, WINDOW = "hpstore", "hpstore window"
@@ -20,23 +17,6 @@ FANCY, FANCY_WORKERS = "torch memmap getitems", "torch memmap getitems 2 workers
 MEMMAP, WORKERS, FILES = "torch memmap", "torch memmap 2 workers", "torch files"
 KEPT, NEW = "hpstore, kept loader", "hpstore, new process"
 GROWTH_BYTES = 8 * MIB
-
-
-def verdict(values: Sequence[float], bar: float | None, *, least: bool, **facts: object) -> Verdict:
-    """A ratio whose median must be at least, or at most, its bar."""
-    found = {name: value for name, value in spread(values).items() if name != "values"}
-    if bar is not None:
-        middle = statistics.median(values)
-        found |= {
-            "bar": f"{'>=' if least else '<='} {bar}",
-            "met": middle >= bar if least else middle <= bar,
-        }
-    return found | facts
-
-
-def skipped(reason: str) -> Verdict:
-    """A figure that cannot be had."""
-    return {"skipped": reason}
 
 
 def rates(found: Figures, key: str = "rate") -> dict[str, list[float]]:

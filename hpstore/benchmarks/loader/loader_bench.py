@@ -34,13 +34,13 @@ from typing import Any, TypeVar
 
 from rich.progress import Progress
 
-from hpstore.benchmarks.checkpoint.checkpoint_bars import spread
-from hpstore.benchmarks.checkpoint.checkpoint_bench import progress
 from hpstore.benchmarks.gpu.gpu_stages import PLAN, run_stage
+from hpstore.benchmarks.harness.bench_verdicts import spread
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.harness.memory_ballast import MemoryBallast, ballast_bytes, memory_bytes
+from hpstore.benchmarks.harness.peer_packages import installed
 from hpstore.benchmarks.harness.raw_devices import workspace
-from hpstore.benchmarks.harness.sessions import Found, Session, SessionFailed, Sessions
+from hpstore.benchmarks.harness.sessions import Found, Session, SessionFailed, Sessions, progress
 from hpstore.benchmarks.loader import loader_bars as bars
 from hpstore.benchmarks.loader.loader_contenders import kind_of, not_installed, peers_named
 from hpstore.benchmarks.loader.loader_data import Data
@@ -55,7 +55,6 @@ from hpstore.benchmarks.loader.loader_ours import (
     OursWindow,
     lost_share,
 )
-from hpstore.benchmarks.loader.loader_peers import installed
 from hpstore.benchmarks.loader.loader_sessions import (
     LoaderSpec,
     epoch_session,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from hpstore.benchmarks.harness.peer_packages import asked_for, why_missing
 from hpstore.benchmarks.loader.loader_library_peers import LIBRARY_PEERS
 from hpstore.benchmarks.loader.loader_ours import OURS, RESTART
-from hpstore.benchmarks.loader.loader_peers import TORCH_PEERS, LoaderPeer, installed
-from hpstore.errors import ConfigError
+from hpstore.benchmarks.loader.loader_peers import TORCH_PEERS, LoaderPeer
 
 PEERS: dict[str, type[LoaderPeer]] = {peer.name: peer for peer in (*TORCH_PEERS, *LIBRARY_PEERS)}
 GROUPS = tuple(dict.fromkeys(peer.group for peer in PEERS.values()))
@@ -19,14 +19,10 @@ def kind_of(name: str) -> type[LoaderPeer]:
 
 def peers_named(names: str) -> list[str]:
     """The peers of a comma-separated list of groups. Raises ConfigError for an unknown one."""
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
-        if name not in GROUPS:
-            raise ConfigError(f"no peer is called {name!r}; there are {', '.join(GROUPS)}")
+    wanted = asked_for(names, GROUPS)
     return [name for name, peer in PEERS.items() if peer.group in wanted]
 
 
 def not_installed(name: str) -> str:
     """Why a peer cannot be measured here; "" when its package is there."""
-    package = PEERS[name].package
-    return "" if installed(package) else f"{package} is not installed here: pip install {package}"
+    return why_missing(PEERS[name].package)

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from hpstore.benchmarks.checkpoint.checkpoint_sessions import drop_cache
+from hpstore.benchmarks.harness.memory_use import drop_cache
 from hpstore.units import GIB, MIB
 
 LIMIT_BYTES = 800 * MIB

@@ -7,7 +7,6 @@ come as (values, labels); of B the values are a list of tensors, one a record, a
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -222,14 +221,6 @@ TORCH_PEERS: tuple[type[LoaderPeer], ...] = (
     Files,
     FilesWorkers,
 )
-
-
-def installed(package: str) -> str:
-    """Its version, or "" when it is not there."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def sample_of(value: Bytes | bytes | memoryview) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpstore.benchmarks.checkpoint.checkpoint_sessions import resident_bytes
+from hpstore.benchmarks.harness.memory_use import resident_bytes
 from hpstore.benchmarks.harness.sessions import Found, Sections
 from hpstore.benchmarks.loader import loader_limits as limits
 from hpstore.benchmarks.loader.loader_contenders import kind_of

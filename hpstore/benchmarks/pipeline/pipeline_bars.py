@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hpstore.benchmarks.checkpoint.checkpoint_bars import Verdict, spread, verdict
+from hpstore.benchmarks.harness.bench_verdicts import Verdict, spread, verdict
 
 # Any: JSON
 Row = dict[str, Any]
