@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import secrets
 import socket
 import ssl
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -45,6 +43,7 @@ from hpstore.format.host_calls import (
     decode_json,
     encode_json,
 )
+from hpstore.runtime.forks import call_in_children
 from hpstore.runtime.http_heads import MOST_HEAD_BYTES, Head, answer_head
 from hpstore.runtime.open_file_limit import exhausted_hint, note_exhausted
 from hpstore.runtime.wire_stream import WireStream
@@ -93,7 +92,7 @@ class HostLinks:
         self._host, self._port, self._disk = place
         self._doubted = False  # the last call got no answer; set by any thread, a hint
         self._renew()
-        _renew_at_fork(self)
+        call_in_children(self.after_fork)
 
     def _renew(self) -> None:
         self._anchor: WireStream | None = (
@@ -388,14 +387,3 @@ class HostLinks:
     def __del__(self) -> None:
         """Readers that outlive their device make connections that only they use."""
         self.close()
-
-
-def _renew_at_fork(links: HostLinks) -> None:
-    reference = weakref.ref(links)
-
-    def renew() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.after_fork()
-
-    os.register_at_fork(after_in_child=renew)

@@ -28,6 +28,7 @@ from hpstore.errors import HpstoreError
 from hpstore.node_memory.meeting_place import MOST_MESSAGE_BYTES, VERSION, connect
 from hpstore.node_memory.segment_shape import ENTRY_BYTES, SegmentShape
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.forks import call_in_children
 from hpstore.runtime.local_messages import Lost, Message, as_bytes, receive, send
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class KeeperSession(Closing):
         self.taken_bytes = 0  # of all that was kept when it connected
         # one question and its answer at a time, for at most ANSWER_SECONDS each
         self._turn = threading.Lock()
-        _let_go_at_fork(self)
+        call_in_children(self._let_go)
 
     @property
     def connected(self) -> bool:
@@ -220,6 +221,13 @@ class KeeperSession(Closing):
         if self._end is not None:
             self._end()
 
+    def _let_go(self) -> None:
+        """In a forked child: it closes its copy of the connection, or the keeper would take the
+        parent for alive as long as the child lives."""
+        self.over = True
+        self.reason = "a forked process has memory of its own"
+        self._hang_up()
+
     def hurry(self) -> None:
         """Do not wait any longer for a keeper to start. Idempotent."""
         if not self._closed.is_set():
@@ -258,18 +266,3 @@ def _use(number: int, shape: SegmentShape, descriptors: list[int]) -> SegmentUse
     end = weakref.finalize(made, os.close, descriptor)
     end.atexit = False
     return SegmentUse(number=number, shape=shape, descriptor=descriptor, table=made)
-
-
-def _let_go_at_fork(session: KeeperSession) -> None:
-    """A child closes its copy of the connection: else the keeper would take the parent for alive
-    as long as the child lives."""
-    reference = weakref.ref(session)
-
-    def let_go() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.over = True
-            alive.reason = "a forked process has memory of its own"
-            alive._hang_up()
-
-    os.register_at_fork(after_in_child=let_go)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -69,6 +68,7 @@ from hpstore.pool.membership_watch import Follower
 from hpstore.pool.process_resources import RepairQueue, make_scheduler, make_store, renew_after_fork
 from hpstore.runtime.clock import Clock, SystemClock
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.forks import call_in_children
 from hpstore.runtime.lacks import lacks_total, naming_lacks
 from hpstore.runtime.threads import start_thread
 
@@ -135,7 +135,7 @@ class PoolSession(Closing):
         self._follower = Follower(self.store, self.refresh)
         if threads:
             self.health.listen(self._follower.look)
-        _forget_at_fork(self)
+        call_in_children(self._after_fork)
         if not read_only:
             try:
                 self._recover()
@@ -482,14 +482,3 @@ class PoolSession(Closing):
         self.registers.close()
         self.store.scheduler.close(at_end={d: device.close for d, device in devices.items()})
         self.store.buffers.clear()
-
-
-def _forget_at_fork(pool: PoolSession) -> None:
-    reference = weakref.ref(pool)
-
-    def renew() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._after_fork()
-
-    os.register_at_fork(after_in_child=renew)

@@ -110,28 +110,27 @@ def entries(node: Node, path: str = "") -> Iterator[tuple[Branch, str, str, Json
                 yield node, name, where, child
 
 
-def branches(node: Node, path: str = "") -> Iterator[tuple[str, Branch]]:
+def branches(node: Node) -> Iterator[tuple[str, Branch]]:
     """Every branch with its path."""
-    parts: list[tuple[str, Node]] = []
-    if isinstance(node, Branch):
-        yield path, node
-        parts = [(name, child) for name, (_, child) in node.rows.items()]
-    elif isinstance(node, BranchList):
-        parts = [(str(number), part) for number, part in enumerate(node.parts)]
-    for name, child in parts:
-        yield from branches(child, join(path, name))
+    yield from ((path, found) for path, found in _below(node, "") if isinstance(found, Branch))
 
 
-def lists(node: Node, path: str = "") -> Iterator[tuple[str, BranchList]]:
+def lists(node: Node) -> Iterator[tuple[str, BranchList]]:
     """Every list with its path, those in lists after what holds them."""
+    yield from ((path, found) for path, found in _below(node, "") if isinstance(found, BranchList))
+
+
+def _below(node: Node, path: str) -> Iterator[tuple[str, Branch | BranchList]]:
+    """Branches and lists of a tree, each before what it holds."""
     parts: list[tuple[str, Node]] = []
     if isinstance(node, Branch):
+        yield path, node
         parts = [(name, child) for name, (_, child) in node.rows.items()]
     elif isinstance(node, BranchList):
         yield path, node
         parts = [(str(number), part) for number, part in enumerate(node.parts)]
     for name, child in parts:
-        yield from lists(child, join(path, name))
+        yield from _below(child, join(path, name))
 
 
 def moved_whole(known: Mapping[str, BranchList], moves: Mapping[str, str]) -> dict[str, BranchList]:

@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from hpstore.loaders.cache.partition import Division
 from hpstore.loaders.cache.source_state import Asked, BlockFetch, Fetched, ReaderJob, SourceState
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.closing import Closing
+from hpstore.runtime.forks import call_in_children
 from hpstore.runtime.local_messages import Lost, Message, check_peer, receive, send
 from hpstore.runtime.threads import start_thread
 
@@ -64,7 +64,7 @@ class CacheServer(Closing):
         self._thread = threading.Thread(
             target=self._accept, name="hpstore-cache-owner", daemon=True
         )
-        _let_go_at_fork(self)
+        call_in_children(self.let_go)
         start_thread(self._thread)
 
     def _accept(self) -> None:
@@ -128,17 +128,6 @@ class CacheServer(Closing):
         self._listener.close()
         for connection in self._connections:
             connection.close()
-
-
-def _let_go_at_fork(server: CacheServer) -> None:
-    reference = weakref.ref(server)
-
-    def let_go() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.let_go()
-
-    os.register_at_fork(after_in_child=let_go)
 
 
 class _Peer:

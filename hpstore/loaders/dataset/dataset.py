@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +22,7 @@ from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.dataset.value_decoder import ValueDecoder
 from hpstore.pool.pool import Pool
+from hpstore.runtime.forks import call_in_children
 
 Sample = dict[str, Value]
 
@@ -83,7 +82,7 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         self.decode = decode
         self._decoder = ValueDecoder(self.fields, checked_decode(decode, self.fields))
         self._wanted = None if fields is None else tuple(fields)
-        _renew_at_fork(self)
+        call_in_children(self.renew_after_fork)
 
     @property
     def version(self) -> str:
@@ -170,14 +169,3 @@ def reopen_dataset(
     made = Dataset.__new__(Dataset)
     made._open(pool, name, manifest, fields, decode)
     return made
-
-
-def _renew_at_fork(made: Dataset) -> None:
-    reference = weakref.ref(made)
-
-    def renew() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.renew_after_fork()
-
-    os.register_at_fork(after_in_child=renew)

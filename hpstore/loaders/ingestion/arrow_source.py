@@ -27,6 +27,7 @@ from hpstore.loaders.ingestion.arrow_classes import (
 from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_rows
 from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
 from hpstore.loaders.ingestion.hive_partitions import Partitions, root_of
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
@@ -266,14 +267,12 @@ class ArrowTables(BlockwiseSource):
 
 def pyarrow_of(what: str) -> Any:
     """pyarrow, which these files need. Raises ConfigError where it is not installed."""
-    try:
+    with needed(f"{what} need pyarrow", extra="parquet"):
         import pyarrow
         import pyarrow.csv
         import pyarrow.dataset
         import pyarrow.fs
         import pyarrow.parquet
-    except ImportError as error:
-        raise ConfigError(f"{what} need pyarrow: pip install 'hpstore[parquet]'") from error
     return pyarrow
 
 

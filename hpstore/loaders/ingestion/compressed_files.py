@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any, BinaryIO, cast
 
-from hpstore.errors import ConfigError
 from hpstore.format.xz_files import open_xz
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.source_paths import SourceFile
 
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -66,8 +66,6 @@ def decompressed(file: SourceFile, position: FilePosition | None = None) -> Iter
 
 
 def _zstd(raw: IO[bytes]) -> Any:  # Any: pyarrow ships no types
-    try:
+    with needed("zstd files need pyarrow", extra="parquet"):
         import pyarrow
-    except ImportError as error:
-        raise ConfigError("zstd files need pyarrow: pip install 'hpstore[parquet]'") from error
     return pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")

@@ -14,6 +14,7 @@ import numpy as np
 from hpstore.errors import ConfigError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED, brief, most_inflated
 from hpstore.loaders.dataset.fields import DTYPES, Field
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
@@ -158,8 +159,6 @@ class Hdf5Arrays(BlockwiseSource):
 
 
 def _h5py() -> Any:
-    try:
+    with needed("HDF5 files need h5py", extra="hdf5"):
         import h5py
-    except ImportError as error:
-        raise ConfigError("HDF5 files need h5py: pip install 'hpstore[hdf5]'") from error
     return h5py

@@ -5,55 +5,29 @@ Their Arrow data is read as it is: nothing is decoded, and what map() and select
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Any
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.class_names import CLASSES
-from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.arrow_classes import recorded_classes
-from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_samples
-from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
+from hpstore.loaders.ingestion.arrow_rows import ArrowRows
 from hpstore.loaders.ingestion.arrow_source import pyarrow_of
-from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
-from hpstore.loaders.ingestion.source_rows import SourceItem
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, digest_of
 from hpstore.units import div_ceil
 
 BLOCK_ROWS = 1000
 
 
-class _ArrowRows(BlockwiseSource):
-    """Rows that come as Arrow tables. Any: datasets is not imported here."""
+class _Tables(ArrowRows):
+    """Rows of tables. Any: datasets is not imported here."""
 
     kind = "huggingface"
 
     def __init__(self, dataset: Any, schema: Any) -> None:
-        self._arrow = pyarrow_of("datasets of Hugging Face")
-        self._dataset, self._schema = dataset, schema
-        self.where = type(dataset).__name__
-        self._names: list[str] = list(schema.names)
-        self._optional: dict[str, bool] = {}
-
-    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
-        self._optional = {name: made.optional for name, made in types.items()}
-        self._names = [name for name in self._schema.names if name in names]
-
-    @property
-    def fields(self) -> dict[str, Field]:
-        return {name: self._column(name)[0] for name in self._names}
-
-    def _column(self, name: str) -> tuple[Field, Convert]:
-        made, convert = arrow_field(self._arrow, self._schema.field(name))
-        if name not in self._optional:
-            self._optional[name] = self._has_null(name)
-        if self._optional[name]:
-            return replace(made, optional=True), with_none(convert)
-        return made, convert
-
-    def _has_null(self, name: str) -> bool:
-        """Whether a column is one of an optional field."""
-        raise NotImplementedError
+        super().__init__(pyarrow_of("datasets of Hugging Face"), schema)
+        self._dataset, self.where = dataset, type(dataset).__name__
 
     @property
     def metadata(self) -> dict[str, object]:
@@ -61,31 +35,16 @@ class _ArrowRows(BlockwiseSource):
         found = recorded_classes(self._schema)
         return {CLASSES: found} if found else {}
 
-    def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
-        found = {name: self._column(name) for name in self._names}
-        columns = {name: convert for name, (_, convert) in found.items()}
-        optional = [name for name, (made, _) in found.items() if made.optional]
-        number = start
+    def _batches(self, block: int, start: int) -> Iterator[Any]:
         for table in self._tables(block, start):
-            for batch in table.select(self._names).to_batches():
-                for sample, problem in arrow_samples(batch, columns, optional):
-                    yield SourceItem(
-                        name=self._name(block, number),
-                        origin=block << BLOCK_SHIFT | number,
-                        sample=sample,
-                        problem=problem,
-                    )
-                    number += 1
+            yield from table.select(self._names).to_batches()
 
+    @abstractmethod
     def _tables(self, block: int, start: int) -> Iterator[Any]:
         """Rows of a block from number `start` on."""
-        raise NotImplementedError
-
-    def _name(self, block: int, number: int) -> str:
-        raise NotImplementedError
 
 
-class HuggingFaceRows(_ArrowRows):
+class HuggingFaceRows(_Tables):
     """A datasets.Dataset; a block is 1000 rows."""
 
     def __init__(self, dataset: Any) -> None:
@@ -113,7 +72,7 @@ class HuggingFaceRows(_ArrowRows):
         return f"{self.where}[{block * BLOCK_ROWS + number}]"
 
 
-class HuggingFaceStream(_ArrowRows):
+class HuggingFaceStream(_Tables):
     """A datasets.IterableDataset; a block is one of its shards. A resumed ingest skips rows."""
 
     def __init__(self, dataset: Any) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from hpstore.errors import ConfigError, MalformedFile
-from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.errors import ConfigError
+from hpstore.format.untrusted_bytes import brief
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.python_source import as_sample
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
@@ -23,8 +24,15 @@ from hpstore.loaders.ingestion.sample_source import (
     digest_of,
     printable,
 )
-from hpstore.loaders.ingestion.shard_index import INDEX, named_file, read_index, whole_of
-from hpstore.loaders.ingestion.source_paths import file_facts, local_path
+from hpstore.loaders.ingestion.shard_index import (
+    INDEX,
+    believing,
+    index_folder,
+    named_file,
+    read_index,
+    whole_of,
+)
+from hpstore.loaders.ingestion.source_paths import file_facts
 from hpstore.loaders.ingestion.source_rows import SourceItem
 
 _ENCODED = ("audio", "file", "image", "jpeg", "mesh", "nifti", "pdf", "tifffile", "video")
@@ -46,23 +54,18 @@ class LitDataChunks(BlockwiseSource):
     def __init__(
         self, where: str | os.PathLike[str], *, names: Sequence[str] | None = None
     ) -> None:
-        folder = Path(local_path(where))
-        folder = folder.parent if folder.name == INDEX else folder
+        folder = index_folder(where)
         self.where, self._names_given = printable(str(where)), names
         found = read_index(folder)
         self._files: list[Path] = []
         self._counts: list[int] = []
-        try:
+        with believing(f"{self.where} is no LitData"):
             config = found["config"]
             self._refuse(config)
             for chunk in found["chunks"]:
                 self._files.append(named_file(folder, chunk["filename"], chunk["chunk_bytes"]))
                 self._counts.append(whole_of(chunk, "chunk_size", most=1 << 31))
             _check_tree(config["data_spec"])
-        except ConfigError:
-            raise
-        except (OSError, *MALFORMED) as error:
-            raise MalformedFile(f"{self.where} is no LitData: {brief(error)}") from error
         self._named = [folder / INDEX, *self._files]
         self._cache, self._index = _opened(folder)
         self.blocks, self.length = len(self._files), sum(self._counts)
@@ -108,16 +111,10 @@ class LitDataChunks(BlockwiseSource):
 
 def _opened(folder: Path) -> tuple[Any, Any]:  # Any: litdata's
     """litdata's Cache over a folder, and its way of naming a sample. Raises ConfigError."""
-    try:
+    with needed("LitData needs litdata", extra="litdata"):
         from litdata.streaming import Cache
         from litdata.streaming.sampler import ChunkedIndex
         from litdata.streaming.serializers import BytesSerializer
-    except ImportError as error:
-        raise ConfigError(
-            f"LitData needs litdata: pip install 'hpstore[litdata]' ({brief(error)})"
-        ) from error
-    except RuntimeError as error:  # of a torchvision that was built for another torch
-        raise ConfigError(f"litdata cannot be imported: {brief(error)}") from error
     encoded = {kind: BytesSerializer() for kind in _ENCODED}
     # it could write, too, and wants to know how: nothing is
     return Cache(str(folder), serializers=encoded, chunk_size=1), ChunkedIndex

@@ -15,6 +15,7 @@ from typing import Any
 from hpstore.errors import ConfigError, MalformedFile
 from hpstore.format.untrusted_bytes import brief
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     BlockwiseSource,
@@ -34,10 +35,8 @@ class LmdbRecords(BlockwiseSource):
     kind = "lmdb"
 
     def __init__(self, where: str | os.PathLike[str], *, database: str = "") -> None:
-        try:
+        with needed("LMDB needs lmdb", extra="lmdb"):
             import lmdb
-        except ImportError as error:
-            raise ConfigError("LMDB needs lmdb: pip install 'hpstore[lmdb]'") from error
         self._lmdb: Any = lmdb  # Any: it ships no types
         path = Path(local_path(where))
         self._file = path / "data.mdb" if path.is_dir() else path

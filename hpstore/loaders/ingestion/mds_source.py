@@ -14,12 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from hpstore.errors import ConfigError, MalformedFile
+from hpstore.errors import ConfigError
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.sample_source import IndexedSource, digest_of, printable
-from hpstore.loaders.ingestion.shard_index import INDEX, named_file, read_index, whole_of
-from hpstore.loaders.ingestion.source_paths import file_facts, local_path
+from hpstore.loaders.ingestion.shard_index import (
+    INDEX,
+    believing,
+    index_folder,
+    named_file,
+    read_index,
+    whole_of,
+)
+from hpstore.loaders.ingestion.source_paths import file_facts
 from hpstore.loaders.ingestion.source_rows import SourceItem
 
 _ENCODED = ("bytes", "jpeg", "png", "tiff")
@@ -59,14 +67,13 @@ class MdsShards(IndexedSource):
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
         reader, self._decode = _package()
-        folder = Path(local_path(where))
-        folder = folder.parent if folder.name == INDEX else folder
+        folder = index_folder(where)
         self.where, self._index = printable(str(where)), folder / INDEX
         found = read_index(folder)
         self._readers: list[Any] = []  # Any: the package's
         self._files: list[Path] = []
         counts: list[int] = []
-        try:
+        with believing(f"{self.where} is no MDS"):
             if found.get("version") != 2:
                 raise ValueError(f"version {str(found.get('version'))[:20]!r}, not 2")
             shards = found["shards"]
@@ -77,10 +84,6 @@ class MdsShards(IndexedSource):
                 self._files.append(_shard_file(folder, shard))
                 counts.append(_checked_count(self._files[-1], whole_of(shard, "samples")))
                 self._readers.append(reader.from_json(str(folder), "", shard))
-        except ConfigError:
-            raise
-        except (OSError, *MALFORMED) as error:
-            raise MalformedFile(f"{self.where} is no MDS: {brief(error)}") from error
         self._ends = np.cumsum(counts)
         self.length = int(self._ends[-1])
         self.total_bytes = sum(file.stat().st_size for file in self._files)
@@ -155,15 +158,9 @@ class MdsShards(IndexedSource):
 
 def _package() -> tuple[Any, Callable[[str, bytes], object]]:  # Any: the package's reader
     """The reader of shards, and what decodes a value. Raises ConfigError."""
-    try:
+    with needed("MDS needs mosaicml-streaming", extra="mds"):
         from streaming.base.format.mds.encodings import mds_decode
         from streaming.base.format.mds.reader import MDSReader
-    except ImportError as error:
-        raise ConfigError(
-            f"MDS needs mosaicml-streaming: pip install 'hpstore[mds]' ({brief(error)})"
-        ) from error
-    except RuntimeError as error:  # of a torchvision that was built for another torch
-        raise ConfigError(f"mosaicml-streaming cannot be imported: {brief(error)}") from error
     return MDSReader, mds_decode
 
 

@@ -21,10 +21,17 @@ from hpstore.loaders.ingestion.litdata_source import LitDataChunks
 from hpstore.loaders.ingestion.lmdb_source import LmdbRecords
 from hpstore.loaders.ingestion.mds_source import MdsShards
 from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
 from hpstore.loaders.ingestion.sample_source import Source
-from hpstore.loaders.ingestion.source_formats import SourceFormat, format_of
-from hpstore.loaders.ingestion.source_options import OPTIONS, REMOTE, options_of, refuse_options
+from hpstore.loaders.ingestion.source_formats import (
+    OPTIONS,
+    REMOTE,
+    SourceFormat,
+    format_of,
+    options_of,
+    refuse_options,
+)
 from hpstore.loaders.ingestion.source_paths import is_remote, local_path
 from hpstore.loaders.ingestion.source_splits import refuse_splits
 from hpstore.loaders.ingestion.tfrecord_source import TfRecords
@@ -135,8 +142,6 @@ def _from_path(
 
 
 def _zarr(where: object) -> Source:
-    try:
+    with needed("zarr arrays need zarr", extra="zarr"):
         from hpstore.loaders.ingestion.zarr_source import ZarrArrays
-    except ImportError as error:
-        raise ConfigError("zarr arrays need zarr: pip install 'hpstore[zarr]'") from error
     return ZarrArrays(where)

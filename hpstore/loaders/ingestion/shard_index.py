@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hpstore.errors import MalformedFile
+from hpstore.errors import ConfigError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED, MOST, brief, whole
+from hpstore.loaders.ingestion.source_paths import local_path
 
 INDEX = "index.json"
 _MOST_BYTES = 1 << 30
@@ -27,6 +29,24 @@ def read_index(folder: Path) -> dict[str, Any]:
     except (OSError, *MALFORMED) as error:
         raise MalformedFile(f"{file} cannot be read: {brief(error)}") from error
     return found
+
+
+def index_folder(where: str | os.PathLike[str]) -> Path:
+    """The local folder of an index, which `where` or its index.json names. Raises ConfigError."""
+    folder = Path(local_path(where))
+    return folder.parent if folder.name == INDEX else folder
+
+
+@contextmanager
+def believing(claim: str) -> Iterator[None]:
+    """Take over what an index says in this block. Raises MalformedFile, with what is not so, where
+    it cannot be; `claim`: that it is none."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, *MALFORMED) as error:
+        raise MalformedFile(f"{claim}: {brief(error)}") from error
 
 
 def of_index(folder: Path) -> str:

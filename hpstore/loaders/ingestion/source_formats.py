@@ -1,11 +1,13 @@
-"""Formats of files, and which one a path is of: by endings, and by what a folder holds."""
+"""Formats of files, their options, and which one a path is of: by endings and folders' contents."""
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.arrow_source import ARROW, PARQUET
@@ -47,6 +49,20 @@ class SourceFormat(StrEnum):
     NUMPY = "numpy"
     ZARR = "zarr"
 
+
+OPTIONS: dict[SourceFormat, tuple[str, ...]] = {
+    SourceFormat.WEBDATASET: ("storage",),
+    SourceFormat.PARQUET: ("storage",),
+    SourceFormat.JSONL: ("storage",),
+    SourceFormat.CSV: ("delimiter", "storage"),
+    SourceFormat.TFRECORD: ("storage",),
+    SourceFormat.HDF5: ("group",),
+    SourceFormat.LMDB: ("database",),
+    SourceFormat.TOKENS: ("dtype", "record_tokens"),
+}
+
+REMOTE = frozenset(kind for kind, names in OPTIONS.items() if "storage" in names)
+"""Formats that are read by URL; `storage`: options of fsspec for it."""
 
 ENDINGS: dict[SourceFormat, tuple[str, ...]] = {
     SourceFormat.WEBDATASET: (*PLAIN, *COMPRESSED),
@@ -122,3 +138,20 @@ def _below(path: Path, endings: tuple[str, ...] = EXTENSIONS) -> Iterator[str]:
                 return
             if name.lower().endswith(endings):
                 yield name
+
+
+def options_of(given: Mapping[str, object] | None) -> dict[str, Any]:
+    """The options as a dict. Raises ConfigError for what is none."""
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"source_options are a {type(given).__name__}: give a dict")
+    return dict(given or {})
+
+
+def refuse_options(what: str, given: Mapping[str, object], known: Collection[str]) -> None:
+    """Raise ConfigError for an option that this kind of source has not."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            said = ", ".join(known) or "none"
+            raise ConfigError(f"{what} has no option {name!r}{hint} (options: {said})")

@@ -20,6 +20,7 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief, most_inflated
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, FilePosition, decompressed
 from hpstore.loaders.ingestion.infer_fields import infer_fields
+from hpstore.loaders.ingestion.optional_packages import needed
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,
@@ -48,10 +49,8 @@ class TfRecords(InferredFields):
         self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
     ) -> None:
         super().__init__()
-        try:
+        with needed("TFRecord needs tfrecord", extra="tfrecord"):
             from tfrecord.example_pb2 import Example
-        except ImportError as error:
-            raise ConfigError("TFRecord needs tfrecord: pip install 'hpstore[tfrecord]'") from error
         self._example: Any = Example  # Any: it ships no types
         self.where = printable(str(where))
         self._files = source_files(where, TFRECORD, storage or {})
