@@ -9,7 +9,7 @@ from hpstore import errors
 from hpstore.errors import HpstoreError
 from hpstore.maintenance.rebuild import Progress, RebuildReport
 from hpstore.objects.object_info import ObjectInfo
-from hpstore.objects.versions import VersionInfo
+from hpstore.objects.version_listing import VersionInfo
 from hpstore.pool.create_pool import create_pool as create
 from hpstore.pool.create_pool import open_pool as open  # noqa: A004 (hpstore.open is the public name)
 from hpstore.pool.pool import Pool

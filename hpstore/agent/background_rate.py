@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hpstore.maintenance.rebuild import RateLimit
 from hpstore.runtime.clock import Clock
+from hpstore.runtime.rate_limit import RateLimit
 
 _COUNTED_SECONDS = 2.0  # of one step: a device that stalls does not stop the work for minutes
 _STEP_SECONDS = 0.2  # of a wait, between two looks at whether to stop

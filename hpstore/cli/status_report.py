@@ -1,4 +1,4 @@
-"""`hpstore status` for people: the verdict and the next command, then figures, then devices."""
+"""`hpstore status` for people: the verdict and the next command, then figures, devices, hosts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from hpstore.cli.host_lines import host_lines
 from hpstore.cli.output import StdoutConsole
 from hpstore.cli.pool_verdict import AgentSight, Level, Verdict, judged, number, verdict_of
 from hpstore.devices.remote_opener import S3FS
 from hpstore.membership.device_places import sharing_note
 from hpstore.node_memory.kept_datasets import NodeMemory
+from hpstore.pool.host_status import HostStatus
 from hpstore.pool.status import DeviceStatus, PoolStatus
 from hpstore.units import format_bytes
 
 _STYLES = {Level.WHOLE: "green", Level.DEGRADED: "yellow", Level.AT_RISK: "bold red"}
 _HEADINGS = ("DEVICE", "PATH", "STATE", "FREE", "LATENCY", "NOTE")
+_HOST_HEADINGS = ("HOST", "DISKS", "COLUMNS", "STATE", "MAY BE LOST", "LINK OF THIS PROCESS")
 _PATH, _NOTE = 1, 5  # columns that are cropped where the terminal is narrow
 _LEAST = 12  # characters of them that stay
 _LONG_BYTES = 20  # a directory of all devices that is longer stands above the table, once
@@ -130,13 +131,13 @@ def device_lines(
         )
         for d in devices
     ]
-    if not width or max(map(len, _laid_out(rows))) <= width:
-        return _laid_out(rows)
+    if not width or max(map(len, _laid_out(_HEADINGS, rows))) <= width:
+        return _laid_out(_HEADINGS, rows)
     above = shared_directory([row[_PATH] for row in rows])
     rows = [(row[0], row[1].removeprefix(above), *row[2:]) for row in rows]
     lines = [f"devices are in {above}"] if above else []
     cropped = _cropped(rows, width)
-    lines += _laid_out(cropped)
+    lines += _laid_out(_HEADINGS, cropped)
     lines += [
         f"{row[0]}: {row[_NOTE]}"
         for row, shown in zip(rows, cropped, strict=True)
@@ -145,11 +146,12 @@ def device_lines(
     return lines
 
 
-def _laid_out(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(_HEADINGS, *rows, strict=True)]
+def _laid_out(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table as lines, each column as wide as its longest cell."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     return [
         _GAP.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (_HEADINGS, *rows)
+        for row in (headings, *rows)
     ]
 
 
@@ -157,7 +159,7 @@ def _cropped(rows: Sequence[Sequence[str]], width: int) -> list[list[str]]:
     """Rows whose notes, then whose paths are short enough for `width`. Pure."""
     shown = [list(row) for row in rows]
     for column in (_NOTE, _PATH):
-        excess = max(map(len, _laid_out(shown))) - width
+        excess = max(map(len, _laid_out(_HEADINGS, shown))) - width
         longest = max(len(row[column]) for row in shown)
         keep = max(_LEAST, longest - excess)
         for row in shown:
@@ -211,6 +213,44 @@ def _latencies(seen: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
             probes[device] = float(found[-1])
     middle = statistics.median(probes.values()) if probes else 0.0
     return {device: f"{value / middle:.1f}x" for device, value in probes.items() if middle}
+
+
+def host_lines(status: PoolStatus, agent: AgentSight | None) -> list[str]:
+    """A table of hosts and two lines below it; nothing for a pool on one host. `COLUMNS`: of an
+    object that are lost with a host."""
+    if not status.hosts:
+        return []
+    lines = _laid_out(_HOST_HEADINGS, [_host_row(host, agent) for host in status.hosts])
+    count = status.hosts_tolerated
+    lines.append(
+        f"{count or 'no'} more host{'s' * (count != 1)} may be lost, whichever it is"
+        if count < 2
+        else f"{count} more hosts may be lost, whichever they are"
+    )
+    if agent is not None and agent.keeper:
+        lines.append(f"keeper: {agent.keeper}")
+    elif agent is None:
+        lines.append("keeper: not known here, no agent runs on this node")
+    return lines
+
+
+def _host_row(host: HostStatus, agent: AgentSight | None) -> tuple[str, ...]:
+    away = len(host.devices) - host.answering
+    state = "away" if not host.answering else f"{away} disks away" if away else "online"
+    if agent is not None and host.host in agent.hosts:
+        state = agent.hosts[host.host]
+    link, text = host.link, "-"
+    if link.calls:
+        rate = f"{format_bytes(link.bytes_per_second)}/s, " if link.timed_bytes else ""
+        text = f"{rate}{link.errors} of {link.calls} calls failed"
+    return (
+        host.host,
+        f"{host.answering} of {len(host.devices)}",
+        str(host.columns),
+        state,
+        "yes" if host.may_be_lost else "no",
+        text,
+    )
 
 
 def _warnings(status: PoolStatus, agent: AgentSight | None) -> list[str]:

@@ -202,7 +202,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         self.positions: PositionSampler | None = None
         if not self._by_user and not isinstance(dataset, torch.utils.data.IterableDataset):
             self._make_order(dataset, batch_size, drop_last)
-        self._stands, self._companions = LoaderPosition(), Companions()
+        self.stands, self._companions = LoaderPosition(), Companions()
         self._others: Callable[[], Any] | None = None  # torch's iterator of the last loop
         self._told: int | None = None  # the epoch that the user's sampler was told
         self.to_skip = 0  # batches of the user's sampler, as the next loop begins
@@ -276,7 +276,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __iter__(self) -> Any:
         self.follow_growth()
-        stands = self._stands
+        stands = self.stands
         if not stands.begin(asked_epoch(self, self._told) if self._by_user else None):
             return EndIterator(self, stands.epoch - 1)
         slices = self.slices
@@ -311,15 +311,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def standing(self) -> tuple[int, int]:
         """(epoch, position) that the run stands at; positions are samples of all ranks."""
-        return self._stands.epoch, self._stands.position
-
-    def moved(self, after: tuple[int, int]) -> None:
-        """An iterator has handed out a batch; the run stands at (epoch, position) now."""
-        self._stands.moved(after)
-
-    def ended(self, epoch: int) -> None:
-        """An iterator has found the end of an epoch; other ranks may have had one batch more."""
-        self._stands.ended(epoch)
+        return self.stands.epoch, self.stands.position
 
     def keep_ready(self, run: BatchRun) -> None:
         """An iterator that has ended leaves what was made ahead of the next epoch."""
@@ -379,7 +371,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         epoch
             Counted from 0.
         """
-        self._stands.set_epoch(epoch)
+        self.stands.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """A few integers and fingerprints: JSON. Below 50 us whatever the dataset."""
@@ -389,7 +381,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "to save. Nothing is lost; leave in_order out to have one."
             )
         prints, order = self._described()
-        epoch, position, at_end = self._stands.saved()
+        epoch, position, at_end = self.stands.saved()
         state = LoaderState(
             fingerprints=prints,
             order=order,
@@ -416,7 +408,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         found.require_same_run(fingerprints=prints, order=order, seed=self.seed, length=length)
         self._companions.load(self, state)
         self._iterator = None  # persistent workers are past what was saved
-        self._stands.load(found.epoch, found.samples, at_end=found.at_end)
+        self.stands.load(found.epoch, found.samples, at_end=found.at_end)
 
     def consumed(self, batches: int) -> None:
         """For wrappers that read ahead: so many more of the batches that were handed out count.
@@ -428,7 +420,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         batches
             That were consumed since the last call.
         """
-        self._stands.consumed(batches)
+        self.stands.consumed(batches)
 
     def _described(self) -> tuple[tuple[str, ...], str]:
         """Fingerprints of the data, and the order as text; made once."""
@@ -456,7 +448,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: what was asked for and where it stands, no threads, no memory."""
-        state = self.__dict__ | {"_stands": copy.deepcopy(self._stands)}
+        state = self.__dict__ | {"stands": copy.deepcopy(self.stands)}
         for name in ("engine", "engine_end", "ready", "iterator", "runs", "threads"):
             state[f"_{name}"] = None
         state["finish"] = state["_others"] = None
@@ -468,7 +460,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._stands.copied()
+        self.stands.copied()
         self.waits, self._engine_stats = Waits(), {}
         self.finish = self._make_finish(self._collate_given)
         self._forget_runs()

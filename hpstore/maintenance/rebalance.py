@@ -19,10 +19,11 @@ from hpstore.format.keys import Kind
 from hpstore.format.placement import domain_cap
 from hpstore.format.records import DeviceState
 from hpstore.maintenance.move_column import move_column
-from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit, WorkPace
+from hpstore.maintenance.rebuild import Progress, ProgressCallback, WorkPace
 from hpstore.objects.context import PoolContext, View
 from hpstore.objects.key_listing import walk
 from hpstore.objects.survey import Layout, Survey
+from hpstore.runtime.rate_limit import RateLimit
 
 _log = logging.getLogger(__name__)
 SPREAD = 0.1  # of fullness, between two devices: less is not worth moving anything

@@ -6,7 +6,6 @@ resumed by running it again.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from hpstore.objects.key_listing import Catalog, walk
 from hpstore.objects.survey import Survey, newest_by_name, spare_losses, survey_key
 from hpstore.objects.write.debts import clear_debt, read_debts
 from hpstore.runtime.clock import Clock
+from hpstore.runtime.rate_limit import RateLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,6 @@ class Progress:
     key: str
 
 
-CREDIT_SECONDS = 2.0
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -92,38 +91,6 @@ class RebuildReport:
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
         return {**asdict(self), "clean": self.clean}
-
-
-class RateLimit:
-    """Spreads bytes over time: at most `bytes_per_second`, None for no limit. Thread-safe.
-
-    Time that the work itself takes counts, so that the rate is reached by work that could go
-    faster. At most two seconds in which less was moved than allowed are made up for.
-    """
-
-    def __init__(self, bytes_per_second: float | None, clock: Clock) -> None:
-        self._rate, self._clock = bytes_per_second, clock
-        self._free_at = clock.monotonic()
-        self._lock = threading.Lock()  # guards _free_at
-
-    def due(self, nbytes: int) -> float:
-        """When bytes that are about to be moved may be, by the clock; accounts for them."""
-        with self._lock:
-            now = self._clock.monotonic()
-            if not self._rate:
-                return now
-            self._free_at = max(now - CREDIT_SECONDS, self._free_at) + nbytes / self._rate
-            return self._free_at
-
-    def __call__(self, nbytes: int) -> None:
-        """Account for bytes that are about to be moved; waits when they come too fast."""
-        pause = self.due(nbytes) - self._clock.monotonic()
-        if pause > 0:
-            self._clock.wait(pause)
-
-    def go_on(self) -> bool:
-        """Always."""
-        return True
 
 
 class RepairTally:

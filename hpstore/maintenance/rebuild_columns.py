@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.objects.context import PoolContext
-from hpstore.objects.read.engine import RebuiltRun
 from hpstore.objects.read.object_reader import ObjectReader
-from hpstore.objects.read.plan import background_run_bytes
+from hpstore.objects.read.read_plan import background_run_bytes
+from hpstore.objects.read.window_reads import RebuiltRun
 from hpstore.objects.write.column_writer import ColumnSet
 from hpstore.objects.write.put import write_failed
 from hpstore.objects.write.put_plan import PutContent, make_header

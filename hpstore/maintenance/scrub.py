@@ -16,7 +16,6 @@ from hpstore.format.untrusted_bytes import parsing
 from hpstore.maintenance.rebuild import (
     Progress,
     ProgressCallback,
-    RateLimit,
     RebuildReport,
     RepairTally,
     WorkPace,
@@ -28,6 +27,7 @@ from hpstore.maintenance.repair_runner import RepairJob, RepairRunner, RepairsHe
 from hpstore.maintenance.sweep import sweep_surveyed
 from hpstore.objects.context import PoolContext
 from hpstore.objects.key_listing import walk
+from hpstore.runtime.rate_limit import RateLimit
 
 CURSOR_FILE = "scrub.json"
 _CURSOR_SECONDS = 60.0  # between two notes of the position

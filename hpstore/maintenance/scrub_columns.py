@@ -13,13 +13,14 @@ from typing import TypeVar
 
 from hpstore.devices.base import Device
 from hpstore.errors import DeviceError, HpstoreError, IntegrityError
-from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit, WorkPace
+from hpstore.maintenance.rebuild import Progress, ProgressCallback, WorkPace
 from hpstore.maintenance.repair_object import RepairAction, repair_object
 from hpstore.objects.context import PoolContext
 from hpstore.objects.key_listing import walk
 from hpstore.objects.read.column_reader import ColumnReader, open_column
 from hpstore.objects.survey import ColumnFile
 from hpstore.runtime.buffers import aligned_array
+from hpstore.runtime.rate_limit import RateLimit
 from hpstore.units import MIB
 
 T = TypeVar("T")

@@ -20,13 +20,7 @@ from hpstore.format.keys import check_key
 from hpstore.format.records import PoolRecord
 from hpstore.health.monitor import Monitor
 from hpstore.maintenance.rebalance import SPREAD, RebalanceReport, rebalance_all
-from hpstore.maintenance.rebuild import (
-    ProgressCallback,
-    RateLimit,
-    RebuildReport,
-    WorkPace,
-    rebuild_all,
-)
+from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport, WorkPace, rebuild_all
 from hpstore.maintenance.repair_object import RepairAction, repair_object
 from hpstore.maintenance.repair_runner import Outcome, RepairJob, RepairRunner, RepairsHere
 from hpstore.maintenance.scrub import last_scrub_ms, scrub_all
@@ -49,10 +43,10 @@ from hpstore.pool.register_report import (
     reset_registers_at,
 )
 from hpstore.pool.session import PoolSession
-from hpstore.pool.state_in_brief import state_in_brief
-from hpstore.pool.status import PoolStatus, pool_status
+from hpstore.pool.status import PoolStatus, pool_status, state_in_brief
 from hpstore.runtime.buffers import Lease
 from hpstore.runtime.clock import Clock
+from hpstore.runtime.rate_limit import RateLimit
 
 _log = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.2  # between two looks at whether others still wait

@@ -10,18 +10,19 @@ import numpy as np
 
 from hpstore.format.column_header import Metadata, encode_metadata
 from hpstore.format.keys import check_key
-from hpstore.maintenance.rebuild import RateLimit
 from hpstore.membership.members import check_unit
 from hpstore.objects.object_info import ObjectInfo, object_info
 from hpstore.objects.read.object_reader import ObjectReader
 from hpstore.objects.read.pooled_reader import PooledReader, read_up_to_end, writable_bytes
-from hpstore.objects.versions import parse_token
+from hpstore.objects.version_listing import parse_token
 from hpstore.objects.write.conditional_put import put_if
 from hpstore.objects.write.put import put_object
 from hpstore.objects.write.put_source import as_source
 from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.pool.loss_tolerance import require_stored, require_tolerance, wanted_losses
 from hpstore.pool.session import PoolSession
+from hpstore.runtime.clock import Clock
+from hpstore.runtime.rate_limit import RateLimit
 
 T = TypeVar("T")
 
@@ -80,11 +81,15 @@ def put_one(
     return info
 
 
-def throttled(limit: RateLimit, progress: Callable[[int], None] | None) -> Throttle:
+def throttled(
+    clock: Clock, bytes_per_second: float | None, progress: Callable[[int], None] | None
+) -> Throttle:
     """Spreads the work of a put, and reports the bytes about to be written."""
+    limit = RateLimit(bytes_per_second, clock) if bytes_per_second else None
 
     def throttle(count: int) -> None:
-        limit(count)
+        if limit is not None:
+            limit(count)
         if progress is not None:
             progress(count)
 

@@ -10,13 +10,13 @@ from hpstore.config import PoolConfig
 from hpstore.devices.opener import Opener
 from hpstore.errors import ObjectNotFound
 from hpstore.format.keys import check_key
-from hpstore.maintenance.rebuild import ProgressCallback, RateLimit, RebuildReport
+from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport
 from hpstore.maintenance.sweep import sweep_deleted
 from hpstore.membership import changes
 from hpstore.objects.key_listing import live_versions
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.objects.read.pooled_reader import PooledReader, Readers, open_readers
-from hpstore.objects.versions import VersionInfo, key_versions, parse_token
+from hpstore.objects.version_listing import VersionInfo, key_versions, parse_token
 from hpstore.objects.write.put import delete_object
 from hpstore.pool import many_objects, object_calls
 from hpstore.pool.admin import PoolAdmin
@@ -161,8 +161,7 @@ class Pool:
             unit_bytes=unit_bytes,
             min_losses_tolerated=min_losses_tolerated,
         )
-        limit = RateLimit(rate_bytes_per_second, self._store.clock)
-        throttle = object_calls.throttled(limit, progress)
+        throttle = object_calls.throttled(self._store.clock, rate_bytes_per_second, progress)
         return object_calls.put_one(self._session, key, data, metadata or {}, asked, throttle)
 
     def put_many(

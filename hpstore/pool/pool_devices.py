@@ -13,7 +13,7 @@ from hpstore.devices.opener import identify, remove_place, same_form
 from hpstore.errors import DeviceError, DeviceMissing, HpstoreError, MembershipError
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 from hpstore.maintenance.dependents import require_room_to_drain
-from hpstore.maintenance.rebuild import Progress, ProgressCallback, RateLimit
+from hpstore.maintenance.rebuild import Progress, ProgressCallback
 from hpstore.maintenance.survey_condition import survey_condition
 from hpstore.membership import changes
 from hpstore.membership.device_places import filesystem_of, local_path, require_mounted
@@ -22,6 +22,7 @@ from hpstore.membership.open_members import belongs, trusted
 from hpstore.objects.context import PATIENCE
 from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.pool.session import PoolSession
+from hpstore.runtime.rate_limit import RateLimit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

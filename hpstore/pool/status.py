@@ -27,6 +27,7 @@ from hpstore.membership.device_places import filesystem_of, sharing_a_disk
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.write.debts import read_debts
 from hpstore.pool.host_status import HostStatus, host_statuses, hosts_tolerated
+from hpstore.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,4 +312,24 @@ def pool_status(
         authenticated=store.pool_key is not None and not store.pool_key.lost,
         decisions=tuple(_line(said, urls) for said in reversed(decisions[:_DECISIONS])),
         counters=store.metrics.snapshot(),
+    )
+
+
+def state_in_brief(store: PoolContext, name: str) -> str:
+    """A pool's state in one line, for the messages of what failed: devices that answer now, room,
+    and the losses that it still bears. Cheap, where pool_status() walks all keys: asks each device,
+    with a deadline."""
+
+    def look(device_id: str, device: Device) -> Usage:
+        store.generation_on(device_id, device)
+        return device.usage()
+
+    answers = store.each(store.view.devices, look, patience=PATIENCE)
+    found = [answer for answer in answers.values() if isinstance(answer, Usage)]
+    free = [usage.free for usage in found if usage.known]
+    silent = {device for device, answer in answers.items() if not isinstance(answer, Usage)}
+    room = f"{format_bytes(min(free))} free on the fullest, " if free else ""
+    return (
+        f"pool {name!r}: {len(found)} of {len(store.view.record.members)} devices answer, {room}"
+        f"{store.view.may_leave(silent)} further losses tolerated"
     )

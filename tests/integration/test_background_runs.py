@@ -13,7 +13,7 @@ import pytest
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper, FaultyDevice, SimulatedCrash
 from hpstore.errors import HpstoreError
-from hpstore.objects.read.plan import BACKGROUND_RUN_BYTES, background_run_bytes, run_bytes
+from hpstore.objects.read.read_plan import BACKGROUND_RUN_BYTES, background_run_bytes, run_bytes
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 from tests.fault.common import payload

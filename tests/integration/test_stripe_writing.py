@@ -18,7 +18,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.format.geometry import Geometry
 from hpstore.format.keys import Kind
-from hpstore.objects.read.plan import run_bytes
+from hpstore.objects.read.read_plan import run_bytes
 from hpstore.objects.write.column_writer import ColumnSet, ColumnWriter
 from hpstore.objects.write.put_plan import PutContent, make_header, plan_columns
 from hpstore.objects.write.stripe_writer import BATCHES_IN_FLIGHT

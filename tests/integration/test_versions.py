@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpstore.errors import ConfigError, ObjectNotFound, TooManyErasures
-from hpstore.objects.versions import VersionStanding
+from hpstore.objects.version_listing import VersionStanding
 from hpstore.testing.memory_pool import FakeClock, Harness
 from tests.integration.test_torn_or_short import torn_put
 

@@ -19,7 +19,7 @@ from hpstore.format.geometry import (
     block_span,
     plan_geometry,
 )
-from hpstore.objects.read.plan import plan_rebuild, plan_window, run_bytes, windows
+from hpstore.objects.read.read_plan import plan_rebuild, plan_window, run_bytes, windows
 from hpstore.objects.write.stripe_writer import in_one_call, plan_batches
 from hpstore.units import KIB, MIB
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hpstore.agent.background_rate import SharedPace, pause_seconds, scrub_rate
 from hpstore.agent.disk_load import Foreground, disks_below
 from hpstore.health.smart.readout import DiskActivity
-from hpstore.maintenance.rebuild import RateLimit, WorkPace
+from hpstore.maintenance.rebuild import WorkPace
+from hpstore.runtime.rate_limit import RateLimit
 from hpstore.testing.memory_pool import FakeClock
 
 

@@ -10,8 +10,8 @@ import pytest
 from hpstore.agent.background_jobs import BackgroundJob, JobKind
 from hpstore.agent.operator_requests import give_order
 from hpstore.agreement.registers import KEEPER
-from hpstore.cli.host_lines import host_lines
 from hpstore.cli.pool_verdict import agent_sight
+from hpstore.cli.status_report import host_lines
 from hpstore.errors import LockTimeout, RegistersUnavailable
 from hpstore.format.records import DeviceState
 from hpstore.health.policy.operator_commands import Command

@@ -50,7 +50,14 @@ from hpstore.benchmarks.harness.bench_verdicts import verdict
 from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.harness.memory_ballast import MemoryBallast, ballast_bytes
 from hpstore.benchmarks.harness.memory_use import drop_cache, resident_bytes
-from hpstore.benchmarks.harness.sessions import Found, Sections, Session, SessionFailed, Sessions
+from hpstore.benchmarks.harness.sessions import (
+    Found,
+    Sections,
+    Session,
+    SessionFailed,
+    Sessions,
+    progress,
+)
 from hpstore.checkpoint.format.segment_codecs import CODECS
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB
@@ -254,7 +261,7 @@ def test_peer_that_fails_is_reported_with_its_reason_and_not_asked_again(
 ) -> None:
     """The others go on; one that fails later loses the figures that it had."""
     sessions = Scripted("dcp")
-    with checkpoint_bench.progress(1) as bar:
+    with progress(1) as bar:
         runner = checkpoint_bench.CheckpointRunner(spec, sessions, bar)
         runner.repetition(["safetensors", "dcp"])
         runner.repetition(["safetensors", "dcp"])
@@ -268,7 +275,7 @@ def test_peer_that_fails_is_reported_with_its_reason_and_not_asked_again(
 
 def test_failure_of_hpstore_itself_ends_the_benchmark(spec: CheckpointSpec) -> None:
     """It is not reported as one peer among others."""
-    with checkpoint_bench.progress(1) as bar, pytest.raises(SessionFailed, match="no such option"):
+    with progress(1) as bar, pytest.raises(SessionFailed, match="no such option"):
         checkpoint_bench.CheckpointRunner(spec, Scripted("hpstore"), bar).repetition(
             ["safetensors"]
         )

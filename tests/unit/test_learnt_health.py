@@ -10,7 +10,7 @@ import pytest
 
 from hpstore.errors import IntegrityError
 from hpstore.format.records import FORMAT, seal
-from hpstore.health.detect.device_class import slowest_of_class
+from hpstore.health.detect.device_standing import slowest_of_class
 from hpstore.health.detect.evidence import Media
 from hpstore.health.detect.io_recorder import Operation
 from hpstore.health.detect.learnt_times import LEARNT_FILE, LearntTimes, load_learnt, save_learnt

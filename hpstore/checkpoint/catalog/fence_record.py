@@ -18,7 +18,7 @@ from hpstore.checkpoint.format.step_ranges import StepRanges
 from hpstore.errors import HpstoreError, IntegrityError, ObjectNotFound, TooManyErasures
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing, whole
-from hpstore.objects.versions import parse_token
+from hpstore.objects.version_listing import parse_token
 from hpstore.pool.pool import Pool
 
 _log = logging.getLogger(__name__)

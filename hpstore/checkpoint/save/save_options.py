@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +13,17 @@ from hpstore.checkpoint.ranks.stop_step import ON_SIGTERM
 from hpstore.checkpoint.save.accelerator import Accelerator
 from hpstore.checkpoint.save.save_underway import ON_BUSY
 from hpstore.checkpoint.save.stage import STAGING
-from hpstore.checkpoint.save.write_rate import PACES
 from hpstore.errors import ConfigError
 from hpstore.pool.pool import Pool
-from hpstore.units import parse_bytes
+from hpstore.units import MIB, parse_bytes
 
 BACKGROUND = ("thread", "process")
 ON_FAILURE = ("raise", "warn", "retry")
+PACES = ("fast", "gentle")
+# Encoding, hashing and handing over cost some 0.4 core-seconds a GB: at this rate 3 % of one core
+# of two, and a step that runs on all cores waits for the slowest of them
+GENTLE_BYTES_PER_CORE_SECOND = 32 * MIB
+INTERVAL_SHARE = 0.8  # of the time between two saves is used for writing when that is not enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,3 +161,16 @@ def _require_seconds(name: str, value: object, *, optional: bool) -> None:
         return
     if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
         raise ConfigError(f"{name} must be a number of seconds of at least 0, not {value!r}")
+
+
+def save_rate(pace: str, nbytes: int, interval_seconds: float | None) -> float | None:
+    """Bytes per second for a save, None for as fast as the devices are.
+
+    "gentle" writes slowly enough to cost the step little, but in time for the next save.
+    """
+    if pace == "fast" or not nbytes:
+        return None
+    rate = float(GENTLE_BYTES_PER_CORE_SECOND * (os.cpu_count() or 1))
+    if interval_seconds:
+        rate = max(rate, nbytes / (INTERVAL_SHARE * interval_seconds))
+    return rate

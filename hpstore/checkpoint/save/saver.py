@@ -35,11 +35,10 @@ from hpstore.checkpoint.save.save_failures import SaveFailures
 from hpstore.checkpoint.save.save_handle import SaveHandle, SaveReport, guarded
 from hpstore.checkpoint.save.save_job import SaveJob
 from hpstore.checkpoint.save.save_metrics import recorded_metrics, requiring
-from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice
+from hpstore.checkpoint.save.save_options import SaveOptions, checked_choice, save_rate
 from hpstore.checkpoint.save.save_underway import Underway
 from hpstore.checkpoint.save.save_warnings import SAVE_COUNTERS, note_differing, warn_of_stall
 from hpstore.checkpoint.save.stage import STAGING, SaveStage
-from hpstore.checkpoint.save.write_rate import save_rate
 from hpstore.checkpoint.state.targets import State
 from hpstore.checkpoint.tiers.tier import Tier
 from hpstore.checkpoint.tiers.tier_copies import TierCopies

@@ -1,7 +1,9 @@
 """How one device stands to its class and to its own past, and how busy it is. Pure.
 
 For devices without peers, or with few: means over the last few ticks, halved by each tick that has
-I/Os.
+I/Os. An honest device of a class stays below a curve of size and latency: a seek and a stream. One
+beyond it is slow, though it has no peer. The curve is generous on purpose, that of old and busy
+devices, so a device within it may be slow, too.
 """
 
 from __future__ import annotations
@@ -9,15 +11,31 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from hpstore.health.detect.device_class import slowest_of_class
 from hpstore.health.detect.evidence import Media
 from hpstore.health.detect.histogram import FloatArray
 from hpstore.health.detect.io_recorder import IoRows, Operation
 
+_MB = 1e6  # bytes
+_CURVES: dict[Media, tuple[float, float]] = {
+    Media.NVME: (2e-3, 300 * _MB),
+    Media.SSD: (5e-3, 100 * _MB),
+    Media.HDD: (40e-3, 50 * _MB),
+    Media.REMOTE: (200e-3, 10 * _MB),
+}
+"""Seconds of the smallest call, bytes per second of large ones."""
 _KEPT = 0.5  # of what was, by each tick with I/Os
 _RATIO_MOST = 50.0
 _LEAST = 2.0  # I/Os, for a ratio
 _PAST_SHARE = 0.5  # of the I/Os must be of cells that earlier processes knew
+
+
+def slowest_of_class(media: Media, nbytes: FloatArray, in_flight: FloatArray) -> FloatArray:
+    """Seconds that calls of honest devices take at the most: calls in flight wait for each other.
+
+    A device of an unknown class may be a hard disk.
+    """
+    seek, rate = _CURVES.get(media, _CURVES[Media.HDD])
+    return np.asarray(np.maximum(in_flight, 1.0) * (seek + nbytes / rate))
 
 
 class DeviceStanding:

@@ -207,7 +207,7 @@ class NativeIterator:
                 if not run.going:
                     self._run = None
                 raise
-            self._loader.moved(piece.after)
+            self._loader.stands.moved(piece.after)
             batch = self._loader.finish.hand_out(made)
             if not made.empty:  # else all of its samples were skipped
                 return batch
@@ -215,7 +215,7 @@ class NativeIterator:
     def _end(self, run: BatchRun | None, *, more: bool) -> None:
         self._run = None
         if run is not None:
-            self._loader.ended(self._epoch)
+            self._loader.stands.ended(self._epoch)
             if more:
                 self._loader.keep_ready(run)
 
@@ -235,7 +235,7 @@ class EndIterator:
         return len(self._loader)
 
     def __next__(self) -> Any:
-        self._loader.ended(self._epoch)
+        self._loader.stands.ended(self._epoch)
         raise StopIteration
 
 

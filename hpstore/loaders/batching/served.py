@@ -10,6 +10,7 @@ from hpstore.loaders.batching.engines import AnyEngine
 from hpstore.loaders.batching.loader_options import LoaderMemory
 from hpstore.loaders.batching.postprocess import Finish
 from hpstore.loaders.sampling.data_parallel import RankShares
+from hpstore.loaders.sampling.loop_position import LoaderPosition
 from hpstore.loaders.sampling.order import Order
 from hpstore.loaders.sampling.rank_slices import Slices
 
@@ -39,6 +40,7 @@ class Served(Protocol):
     skipped_batches_total: int
     waits: Waits
     finish: Finish
+    stands: LoaderPosition
 
     @property
     def slices(self) -> Slices | None: ...
@@ -48,10 +50,6 @@ class Served(Protocol):
     def engine(self) -> AnyEngine: ...
 
     def standing(self) -> tuple[int, int]: ...
-
-    def moved(self, after: tuple[int, int]) -> None: ...
-
-    def ended(self, epoch: int) -> None: ...
 
     def keep_ready(self, run: Any) -> None: ...
 

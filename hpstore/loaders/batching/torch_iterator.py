@@ -196,7 +196,7 @@ class ForeignIterator:
             batch = next(self._found)
         except StopIteration:
             if not self._over and loader is not None:
-                loader.ended(self._epoch)
+                loader.stands.ended(self._epoch)
             self._over = True
             raise
         except Exception as error:
@@ -214,5 +214,5 @@ class ForeignIterator:
         if loader is not None:
             loader.waits.waited(asked)
             loader.finish.counted(samples)
-            loader.moved(after)
+            loader.stands.moved(after)
         return batch

@@ -18,9 +18,9 @@ from hpstore.errors import BudgetExceeded, IntegrityError
 from hpstore.format.column_header import ColumnHeader
 from hpstore.objects.context import PoolContext
 from hpstore.objects.read.column_reader import ColumnReader, open_column
-from hpstore.objects.read.engine import WindowReads, read_held, spare_bytes
 from hpstore.objects.read.erasures import Erasures, rows_of
-from hpstore.objects.read.plan import WindowPlan, plan_window
+from hpstore.objects.read.read_plan import WindowPlan, plan_window
+from hpstore.objects.read.window_reads import WindowReads, read_held, spare_bytes
 from hpstore.objects.read_routing import HEDGE_COLUMNS, well_placed
 from hpstore.objects.survey import ColumnFile
 from hpstore.runtime.buffers import Lease

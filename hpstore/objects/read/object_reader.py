@@ -14,11 +14,11 @@ from hpstore.errors import BlocksDamaged, BudgetExceeded, IntegrityError, TooMan
 from hpstore.format.column_header import ColumnHeader
 from hpstore.objects.context import PoolContext
 from hpstore.objects.read.column_reader import ColumnReader, open_column
-from hpstore.objects.read.engine import RebuiltRun, WindowReads, close_opened, read_held
 from hpstore.objects.read.erasures import Erasures, rows_of, split_window
 from hpstore.objects.read.hedge import overtake, probe_avoided
 from hpstore.objects.read.open_columns import open_files
-from hpstore.objects.read.plan import WindowPlan, plan_rebuild, plan_window, run_bytes, windows
+from hpstore.objects.read.read_plan import WindowPlan, plan_rebuild, plan_window, run_bytes, windows
+from hpstore.objects.read.window_reads import RebuiltRun, WindowReads, close_opened, read_held
 from hpstore.objects.read_routing import well_placed
 from hpstore.objects.survey import ColumnFile, Layout, staying_first
 from hpstore.runtime.deadline_wait import wait_awake

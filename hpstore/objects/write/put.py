@@ -24,7 +24,7 @@ from hpstore.format.records import Debt
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.horizon import read_horizons
 from hpstore.objects.object_info import ObjectInfo, object_info, version_token
-from hpstore.objects.read.plan import background_run_bytes, run_bytes
+from hpstore.objects.read.read_plan import background_run_bytes, run_bytes
 from hpstore.objects.survey import (
     ColumnFile,
     Survey,

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 from hpstore.codec.galois import Bytes
 from hpstore.objects.read.column_reader import ColumnReader
-from hpstore.objects.read.plan import WindowPlan
+from hpstore.objects.read.read_plan import WindowPlan
 from hpstore.runtime.buffers import Lease
 
 
