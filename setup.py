@@ -2,8 +2,8 @@
 
 from setuptools import Extension, setup
 
-# called by address, from hpstore/loaders/batching/streaming_copy.py, policy/directories.py and
-# dataset/many_ranges.py; without a C compiler the installation goes on
+# called by address, from hpstore/loaders/batching/streaming_copy.py, policy/directories.py,
+# dataset/many_ranges.py and ingestion/tar_runs.py; without a C compiler the installation goes on
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
     ["hpstore/loaders/batching/streaming_copy.c"],
@@ -25,7 +25,7 @@ DIRECTORIES = Extension(
 
 RANGES = Extension(
     "hpstore._ranges",
-    ["hpstore/loaders/dataset/many_ranges.c"],
+    ["hpstore/loaders/dataset/many_ranges.c", "hpstore/loaders/ingestion/tar_scan.c"],
     extra_compile_args=["-O3"],
     optional=True,
 )

@@ -5,16 +5,22 @@ from __future__ import annotations
 import io
 import random
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpstore.errors import IngestError
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.many_ranges import ranges_library
 from hpstore.loaders.ingestion import tar_index, tar_runs
+from hpstore.loaders.ingestion.tar_headers import TarHeaders, TarMember
+from hpstore.loaders.ingestion.tar_index import TarIndex
 from hpstore.loaders.ingestion.tar_runs import TarRun
+from hpstore.loaders.ingestion.tar_scan import all_differ
 from hpstore.loaders.ingestion.webdataset_source import TarShards
 
 FORMATS = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)
@@ -22,14 +28,21 @@ ENDINGS = ("cls", "txt", "bin", "jpg")
 
 
 def no_run(_: object, at: int) -> TarRun:
-    return TarRun(names=[], headers=[], offsets=[], sizes=[], end=at)
+    none = np.empty(0, np.int64)
+    return TarRun(names=b"", offsets=none, sizes=none, end=at)
+
+
+ODD = ("none", ".hidden.txt", "a/.hidden.txt", "__own.txt", "two\nlines.txt", "end.", "u.Ä")
 
 
 def write_tar(path: Path, seed: int, count: int) -> None:
-    """Samples of a few files each; now and then a folder, a link, a long name, a time in pax."""
+    """Samples of a few files each; now and then a folder, a link, a long name, a time in pax, a
+    name that is none of a sample, a file that is there twice, a sample that is not in one piece."""
     rng = random.Random(seed)
+    times, unusual = rng.choice([0.1, 1]), rng.choice([0, 0, 0.1])
     with tarfile.open(path, "w", format=rng.choice(FORMATS)) as tar:
-        for number in range(count):
+        for counted in range(count):
+            number = counted if rng.random() >= unusual else rng.randrange(count)
             folder = rng.choice(["", "a/", "d" * 90 + "/" + "e" * 20 + "/"])
             if rng.random() < 0.2:
                 odd = tarfile.TarInfo(f"odd{number}")
@@ -40,9 +53,12 @@ def write_tar(path: Path, seed: int, count: int) -> None:
                 size = rng.choice([0, 1, 511, 512, 513, 9000])
                 data = {"cls": str(number).encode(), "txt": "ä".encode() * (size // 2)}
                 body = data.get(ending, rng.randbytes(size))
-                member = tarfile.TarInfo(f"{folder}{number:04d}.{ending}")
+                name = f"{folder}{number:04d}.{ending}"
+                if rng.random() < unusual:
+                    name = rng.choice([*ODD, name.upper(), f"{folder}{number:04d}.bin"])
+                member = tarfile.TarInfo(name)
                 member.size = len(body)
-                if rng.random() < 0.1:
+                if rng.random() < times:
                     member.mtime = 1.5  # as WebDataset's own writer
                 tar.addfile(member, io.BytesIO(body))
 
@@ -122,7 +138,7 @@ def test_fields_by_columns_are_those_of_each_record(
 def test_a_tar_that_shrinks_between_scan_and_read_has_bad_records(tmp_path: Path) -> None:
     """Its first samples are read, those behind its end are named."""
     path = tmp_path / "t.tar"
-    write_tar(path, 3, 30)
+    write_tar(path, 4, 30)
     source = TarShards("t", [path], check=False)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
@@ -152,3 +168,45 @@ def test_folders_of_the_oldest_tars_are_told_by_the_name_alone(
     found = facts(path)
     monkeypatch.setattr(tar_index, "tar_run", no_run)
     assert facts(path) == found
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_ordinary_files_are_taken_by_runs_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format_: int
+) -> None:
+    """With times that have a fraction as without: no header of them is looked at by itself."""
+    path = tmp_path / "t.tar"
+    with tarfile.open(path, "w", format=format_) as tar:
+        for number in range(300):
+            for ending in ENDINGS:
+                member = tarfile.TarInfo(f"{number}.{ending}")
+                member.mtime = 1700000000 + number / 7
+                tar.addfile(member)
+    if ranges_library() is None:
+        pytest.skip("installed without a compiler")
+    looked: list[int] = []
+    singly: list[str] = []
+    plain, add = TarHeaders.entries, TarIndex._file
+
+    def entries(self: TarHeaders, at: int) -> Iterator[TarMember]:
+        looked.append(at)
+        return plain(self, at)
+
+    def file(self: TarIndex, shard: int, name: str, *given: int) -> None:
+        singly.append(name)
+        add(self, shard, name, *given)
+
+    monkeypatch.setattr(TarHeaders, "entries", entries)
+    monkeypatch.setattr(TarIndex, "_file", file)
+    index = TarIndex()
+    index.scan(0, path)
+    assert len(index) == 300
+    assert len(looked) == 1  # the end
+    assert len(singly) == len(ENDINGS)  # endings that were not known
+
+
+@given(st.lists(st.binary(max_size=3), max_size=8), st.booleans())
+def test_keys_differ_or_one_is_there_twice(keys: list[bytes], ordered: bool) -> None:
+    keys = sorted(keys, key=lambda key: (len(key), key)) if ordered else keys
+    ends = np.cumsum([0, *map(len, keys)])
+    assert all_differ(b"".join(keys), ends) == (len(set(keys)) == len(keys))

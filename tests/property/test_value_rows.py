@@ -4,6 +4,7 @@ without."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from hypothesis import strategies as st
 
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.dataset import many_ranges
-from hpstore.loaders.dataset.many_ranges import copy_rows, jpegs_end, read_files, read_ranges
+from hpstore.loaders.dataset.many_ranges import (
+    copy_rows,
+    decimals,
+    jpegs_end,
+    ranges_library,
+    read_files,
+    read_ranges,
+)
 from hpstore.loaders.dataset.record_layout import LARGE_RECORD_BYTES, place, place_many
 from hpstore.loaders.dataset.value_rows import ValueRows, joined_rows
 from hpstore.loaders.ingestion.image_checks import any_problem, image_problem
@@ -29,8 +37,8 @@ LARGE = st.integers(LARGE_RECORD_BYTES, 3 * LARGE_RECORD_BYTES)
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch, library: bool) -> None:
     if not library:
-        monkeypatch.setattr(many_ranges, "_installed", lambda: None)
-    elif many_ranges._installed() is None:
+        monkeypatch.setattr(many_ranges, "ranges_library", lambda: None)
+    elif many_ranges.ranges_library() is None:
         pytest.skip("installed without a compiler")
 
 
@@ -189,3 +197,15 @@ def test_ranges_without_an_offset_each_are_refused(tmp_path: Path) -> None:
     out, ones = np.zeros(8, np.uint8), np.ones(4, np.int64)
     with (tmp_path / "f").open("rb") as file, pytest.raises(ValueError, match="1 offsets for 4"):
         read_ranges(file.fileno(), ones[:1], out, ones, ones)
+
+
+@given(
+    st.lists(st.from_regex(rb"-?[0-9]{1,20}\n?", fullmatch=True), min_size=1)
+    | st.lists(st.binary(max_size=4), min_size=1)
+)
+def test_numbers_are_those_of_int_or_left_to_it(texts: list[bytes]) -> None:
+    found = decimals(some_rows(texts, 1))
+    if found is not None:
+        assert found.tolist() == [int(text) for text in texts]
+    elif ranges_library() is not None:
+        assert not all(re.fullmatch(rb"-?[0-9]{1,18}\n?", text) for text in texts)

@@ -61,65 +61,6 @@ void hpstore_read_files_1(const char *paths, const int64_t *begins, const int64_
     }
 }
 
-enum { BLOCK = 512, NAME = 100, SIZE = 124, CHECKSUM = 148, KIND = 156, PREFIX = 345 };
-
-/* A number of `digits` octal digits, or -1. */
-static int64_t octal(const uint8_t *at, int digits)
-{
-    int64_t value = 0;
-    for (int i = 0; i < digits; i++) {
-        if (at[i] < '0' || at[i] > '7')
-            return -1;
-        value = value << 3 | (at[i] - '0');
-    }
-    return value;
-}
-
-/* Bytes of the file that a header is of; -1 where it is not plainly one of an ordinary file, with
- * the checksum that it says. A name that ends with a slash is a folder in the oldest tars. */
-static int64_t plain_size(const uint8_t *block, int64_t *name_bytes)
-{
-    if (!block[0] || block[PREFIX] || (block[KIND] && block[KIND] != '0'))
-        return -1;
-    if (block[SIZE + 11] && block[SIZE + 11] != ' ')
-        return -1;
-    int64_t sum = 8 * ' ';
-    for (int i = 0; i < BLOCK; i++)
-        sum += block[i];
-    for (int i = CHECKSUM; i < CHECKSUM + 8; i++)
-        sum -= block[i];
-    if (block[CHECKSUM + 6] || octal(block + CHECKSUM, 6) != sum)
-        return -1;
-    const uint8_t *end = memchr(block, 0, NAME);
-    *name_bytes = end ? end - block : NAME;
-    if (!block[KIND] && block[*name_bytes - 1] == '/')
-        return -1;
-    return octal(block + SIZE, 11);
-}
-
-/* Headers of ordinary files, one behind another, that lie whole in `data`, the first at its byte
- * `first`: where each is, how long its file is, and its name with a zero behind it, of at most 101
- * bytes. Returns how many; `reached`: where the next header is, and how many bytes names are. */
-int64_t hpstore_tar_headers_1(const uint8_t *data, int64_t bytes, int64_t first, int64_t most,
-    int64_t *headers, int64_t *sizes, uint8_t *names, int64_t *reached)
-{
-    int64_t count = 0, at = first, name_bytes, used = 0;
-    while (count < most && at <= bytes - BLOCK) {
-        int64_t size = plain_size(data + at, &name_bytes);
-        if (size < 0)
-            break;
-        headers[count] = at;
-        sizes[count++] = size;
-        memcpy(names + used, data + at, name_bytes);
-        used += name_bytes;
-        names[used++] = 0;
-        at += BLOCK + (size + BLOCK - 1) / BLOCK * BLOCK;
-    }
-    reached[0] = at;
-    reached[1] = used;
-    return count;
-}
-
 /* Whether the markers of a JPEG lead to its end-of-image marker. Of no use before two bytes. */
 static int jpeg_ends(const uint8_t *data, int64_t bytes)
 {
@@ -147,4 +88,24 @@ void hpstore_jpegs_end_1(
 {
     for (int64_t i = 0; i < count; i++)
         ends[i] = jpeg_ends((const uint8_t *)(uintptr_t)from[i], lengths[i]);
+}
+
+/* Numbers of up to 18 digits, with a minus or a line's end: `values`; or 0 in `plain` for others. */
+void hpstore_decimals_1(const uint64_t *from, const int64_t *lengths, int64_t *values,
+    uint8_t *plain, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *at = (const uint8_t *)(uintptr_t)from[i], *end = at + lengths[i];
+        int minus = at < end && *at == '-';
+        at += minus;
+        if (at < end && end[-1] == '\n')
+            end--;
+        int64_t value = 0;
+        plain[i] = at < end && end - at <= 18;
+        for (; plain[i] && at < end; at++) {
+            plain[i] = *at >= '0' && *at <= '9';
+            value = 10 * value + (*at - '0');
+        }
+        values[i] = minus ? -value : value;
+    }
 }

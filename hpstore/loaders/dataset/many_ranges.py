@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +21,11 @@ from hpstore.loaders.dataset.value_rows import Int64s, UInt64s, ValueRows
 
 _log = logging.getLogger(__name__)
 _LIBRARY = "hpstore._ranges"  # of many_ranges.c; an extension to be installed, not to import
-_FUNCTIONS = ("copy_ranges", "read_ranges", "read_files", "jpegs_end")
-_TAR_BLOCK, _TAR_NAME = 512, 101  # bytes of a header; of a name with a zero
+_FUNCTIONS = ("copy_ranges", "read_ranges", "read_files", "jpegs_end", "decimals")
 
 
 @functools.cache
-def _installed() -> ctypes.CDLL | None:
+def ranges_library() -> ctypes.CDLL | None:
     """The library; None where hpstore was installed without a C compiler, said once."""
     spec = importlib.util.find_spec(_LIBRARY)
     try:
@@ -36,7 +34,9 @@ def _installed() -> ctypes.CDLL | None:
         library = ctypes.CDLL(spec.origin)
         for name in _FUNCTIONS:
             getattr(library, f"hpstore_{name}_1").restype = None
-        library.hpstore_tar_headers_1.restype = ctypes.c_int64
+        library.hpstore_tar_headers_2.restype = ctypes.c_int64
+        library.hpstore_tar_samples_1.restype = ctypes.c_int64
+        library.hpstore_keys_ascend_1.restype = ctypes.c_int64
     except (OSError, AttributeError) as error:
         _log.warning(
             "records are ingested one by one, which is slower: no compiled reads (%s). With a C "
@@ -52,7 +52,7 @@ def copy_rows(rows: ValueRows, out: Bytes, starts: Int64s) -> None:
     the GIL; targets do not overlap. Raises IndexError for what is outside of memory.
     """
     _require_inside(out, starts, rows.lengths)
-    sources, library = rows.addresses(), _installed()
+    sources, library = rows.addresses(), ranges_library()
     if library is None:
         view = out.data
         for start, row in zip(starts.tolist(), rows.views(), strict=True):
@@ -71,7 +71,7 @@ def read_ranges(file: int, offsets: Int64s, out: Bytes, starts: Int64s, lengths:
     _require_inside(out, starts, lengths)
     if len(offsets) != len(starts):
         raise ValueError(f"{len(offsets)} offsets for {len(starts)} ranges")
-    library = _installed()
+    library = ranges_library()
     if library is None:
         got = _read_one_by_one(file, offsets, out, starts, lengths)
     else:
@@ -112,7 +112,7 @@ def read_files(paths: Sequence[str], out: Bytes, starts: Int64s, rooms: Int64s) 
     got = np.zeros(len(paths), np.int64)
     if not paths:
         return got
-    library = _installed()
+    library = ranges_library()
     if library is None:
         for row, path in enumerate(paths):
             try:
@@ -142,7 +142,7 @@ def _read_file(path: str, out: Bytes) -> int:
 def jpegs_end(rows: ValueRows) -> npt.NDArray[np.bool_] | None:
     """Whether the markers of each JPEG, of two bytes at least, lead to its end; None: there is no
     library."""
-    library = _installed()
+    library = ranges_library()
     if library is None:
         return None
     ends = np.zeros(len(rows), np.uint8)
@@ -151,38 +151,16 @@ def jpegs_end(rows: ValueRows) -> npt.NDArray[np.bool_] | None:
     return ends.astype(np.bool_)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainHeaders:
-    """Headers of ordinary files in a piece of a tar. `names`: with zeros between them; `end`: where
-    the header behind the last file begins."""
-
-    places: list[int]
-    sizes: list[int]
-    names: bytes
-    end: int
-
-
-def tar_headers(data: bytes, most: int) -> PlainHeaders | None:
-    """The headers, at most so many, that lie whole in a piece of a tar that begins with one, up to
-    the first that is not plainly an ordinary file's; None: there is no library."""
-    library = _installed()
+def decimals(rows: ValueRows) -> Int64s | None:
+    """The numbers that these texts are; None where one is not plainly a number of up to 18 digits,
+    or there is no library."""
+    library = ranges_library()
     if library is None:
         return None
-    most = min(most, len(data) // _TAR_BLOCK)
-    raw = np.frombuffer(data, np.uint8) if data else np.empty(0, np.uint8)
-    places, sizes, reached = (np.empty(count, np.int64) for count in (most, most, 2))
-    names = np.empty(most * _TAR_NAME, np.uint8)
-    numbers = (ctypes.c_int64(value) for value in (len(data), 0, most))
-    arrays = (places, sizes, names, reached)
-    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (raw, *arrays))
-    first, *others = pointers
-    count = library.hpstore_tar_headers_1(first, *numbers, *others)
-    return PlainHeaders(
-        places=places[:count].tolist(),
-        sizes=sizes[:count].tolist(),
-        names=names[: max(0, int(reached[1]) - 1)].tobytes(),
-        end=int(reached[0]),
-    )
+    values, plain = np.empty(len(rows), np.int64), np.empty(len(rows), np.uint8)
+    lengths = np.ascontiguousarray(rows.lengths, np.int64)
+    _call(library.hpstore_decimals_1, rows.addresses(), lengths, values, plain, count=len(rows))
+    return values if plain.all() else None
 
 
 def _require_inside(out: Bytes, starts: Int64s, lengths: Int64s) -> None:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +18,9 @@ from hpstore.errors import IngestError
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.ingestion.tar_headers import TarDamaged, TarHeaders, TarMember
 from hpstore.loaders.ingestion.tar_runs import RUN_FILES, TarRun, tar_run
+from hpstore.loaders.ingestion.tar_scan import NAME_BYTES, KnownEndings, all_differ, tar_samples
 
 _MEMBER = re.compile(r"^((?:.*/)?[^./][^./]*)\.([^/]+)$")
-_MEMBERS = re.compile(r"^((?:.*/)?[^./\n][^./\n]*)\.([^/\n]+)$", re.MULTILINE)  # a line each
 APART = (
     "its files are not next to each other in the tar, as the files of one sample must be: write "
     "the tar again in the order of the names (tar --sort=name)"
@@ -57,19 +56,6 @@ def split_name(name: str) -> tuple[str, str] | None:
     return found.group(1), found.group(2).lower()
 
 
-def split_names(names: Sequence[str]) -> tuple[list[str], list[str]] | None:
-    """Keys and extensions of members, as split_name() of each; None where one is no record, or a
-    name has several lines."""
-    text = "\n".join(names)
-    found = _MEMBERS.findall(text)
-    if len(found) != len(names) or text.count("\n") >= len(names) or not names:
-        return None
-    keys, endings = zip(*found, strict=True)
-    if text.startswith("__") or "\n__" in text:
-        return None
-    return list(keys), list(endings) if text == text.lower() else [e.lower() for e in endings]
-
-
 def members(tar: TarHeaders) -> Iterator[tuple[SampleFile | None, TarMember]]:
     """Files of a tar in order, with None for what is no record."""
     for found in tar:
@@ -99,9 +85,10 @@ class TarIndex:
         self.broken: dict[int, str] = {}
         self.ignored = 0
         self._numbers: dict[str, int] = {}
+        self._known = KnownEndings()
         self._own: set[int] = set()  # endings of the last sample
-        self._last_key: str | None = None  # of the tar that is scanned
-        self._keys_seen: set[str] = set()
+        self._last_key: bytes | None = None  # of the tar that is scanned
+        self._keys_seen: set[bytes] | None = None  # None: not looked at while it is scanned
         self._first = array("q", [0])  # first member of each sample
         self._shards = array("i")
         self._extension = array("H")
@@ -113,7 +100,27 @@ class TarIndex:
 
     def scan(self, shard: int, path: Path) -> None:
         """Add the samples of one tar. What is damaged becomes a broken sample, named."""
-        self._last_key, self._keys_seen = None, set()
+        first, ignored = len(self), self.ignored
+        self._scan(shard, path, keys_seen=None)
+        ends = np.array(self._key_ends[first:], np.int64)
+        if len(ends) > 1 and ends[-1] == ends[-2]:
+            ends = ends[:-1]  # the rest of a tar that is damaged has no key
+        if not all_differ(bytes(self._keys[ends[0] :]), ends - ends[0]):
+            self._forget(first, ignored)
+            self._scan(shard, path, keys_seen=set())
+
+    def _forget(self, samples: int, ignored: int) -> None:
+        """All from this sample on."""
+        self.ignored = ignored
+        self.broken = {number: p for number, p in self.broken.items() if number < samples}
+        members, keys = self._first[samples], self._key_ends[samples]
+        del self._first[samples + 1 :], self._key_ends[samples + 1 :], self._keys[keys:]
+        del self._shards[samples:], self._extension[members:]
+        del self._offsets[members:], self._sizes[members:]
+
+    def _scan(self, shard: int, path: Path, *, keys_seen: set[bytes] | None) -> None:
+        """Add the samples of a tar. `keys_seen`: to find those that come twice at once."""
+        self._last_key, self._keys_seen = None, keys_seen
         at = 0
         size = path.stat().st_size
         try:
@@ -124,7 +131,7 @@ class TarIndex:
                         run = tar_run(file, at)
                         self._run(shard, run, size)
                         at = run.end
-                        if len(run.names) == RUN_FILES:
+                        if len(run) == RUN_FILES:
                             continue
                     found = next(tar.entries(at), None)
                     if found is None:
@@ -138,53 +145,51 @@ class TarIndex:
         except (TarDamaged, OSError) as error:
             problem = f"it cannot be read past byte {at}: {error}"
         if problem:
-            self._begin(shard, "")
+            self._begin(shard, b"")
             self.broken[len(self) - 1] = problem
 
     def _run(self, shard: int, run: TarRun, tar_bytes: int) -> None:
-        """Add ordinary files: at once where nothing about them is unusual, else one by one."""
-        found = split_names(run.names)
-        if found is not None and self._run_at_once(shard, run, found, tar_bytes):
-            return
-        for name, data, nbytes in zip(run.names, run.offsets, run.sizes, strict=True):
-            self._file(shard, name, data, nbytes, tar_bytes)
+        """Add ordinary files: many at once where nothing about them is unusual."""
+        names, at = memoryview(run.names), 0
+        cut = np.flatnonzero(run.offsets + run.sizes > tar_bytes)
+        whole = int(cut[0]) if len(cut) else len(run)
+        while at < len(run):
+            taken = 0
+            if self._keys_seen is None:
+                taken, name_bytes = self._run_at_once(shard, run, names, at, whole - at)
+                at, names = at + taken, names[name_bytes:]
+            if at < len(run):
+                name, names = _cut_name(names)
+                offset, nbytes = int(run.offsets[at]), int(run.sizes[at])
+                self._file(shard, name, offset, nbytes, tar_bytes)
+                at += 1
 
     def _run_at_once(
-        self, shard: int, run: TarRun, names: tuple[list[str], list[str]], tar_bytes: int
-    ) -> bool:
-        """False, and no file is added, where one of them is twice, apart or cut."""
-        keys, endings = names
-        fresh = [a != b for a, b in zip(keys, [self._last_key, *keys], strict=False)]
-        began = list(compress(keys, fresh))
-        for ending in dict.fromkeys(endings):
-            self._number(ending)
-        known = [self._numbers[ending] for ending in endings]
-        numbers = np.array(known, np.int64)
-        samples = np.cumsum(fresh)  # 0: the sample that was the last one before
-        offsets, sizes = np.array(run.offsets, np.int64), np.array(run.sizes, np.int64)
-        if (
-            len(set(began)) < len(began)
-            or not self._keys_seen.isdisjoint(began)
-            or len(np.unique(samples * MOST_ENDINGS + numbers)) < len(numbers)
-            or not self._own.isdisjoint(numbers[samples == 0].tolist())
-            or int((offsets + sizes).max()) > tar_bytes
-        ):
-            return False
-        members, starts = self._first.pop(), np.flatnonzero(fresh)
-        self._first.extend((members + starts).tolist())
-        self._first.append(members + len(keys))
-        self._shards.extend([shard] * len(began))
-        raw = [key.encode(errors="surrogateescape") for key in began]
-        self._key_ends.extend((len(self._keys) + np.cumsum([*map(len, raw)], dtype=int)).tolist())
-        self._keys += b"".join(raw)
-        self._keys_seen.update(began)
-        self._extension.extend(known)
-        self._offsets.extend(run.offsets)
-        self._sizes.extend(run.sizes)
-        last = set(numbers[samples == samples[-1]].tolist())
-        self._own = last if began else self._own | last
-        self._last_key = keys[-1]
-        return True
+        self, shard: int, run: TarRun, names: memoryview, at: int, count: int
+    ) -> tuple[int, int]:
+        """How many of `count` files from number `at` on were added, and bytes of their names."""
+        found = (
+            tar_samples(names, count, self._known, self._last_key, self._own) if count > 0 else None
+        )
+        if found is None or not len(found.endings):
+            return 0, 0
+        taken = len(found.endings)
+        starts = np.flatnonzero(found.begins)
+        members = self._first.pop()
+        self._first.frombytes((members + starts).tobytes())
+        self._first.append(members + taken)
+        self._shards.frombytes(np.full(len(starts), shard, np.int32).tobytes())
+        self._key_ends.frombytes((len(self._keys) + found.key_ends).tobytes())
+        self._keys += found.keys
+        self._extension.frombytes(found.endings.tobytes())
+        self._offsets.frombytes(run.offsets[at : at + taken].tobytes())
+        self._sizes.frombytes(run.sizes[at : at + taken].tobytes())
+        if len(starts):
+            self._own = set(found.endings[starts[-1] :].tolist())
+            self._last_key = bytes(self._keys[self._key_ends[-2] :])
+        else:
+            self._own |= set(found.endings.tolist())
+        return taken, found.name_bytes
 
     def _file(self, shard: int, name: str, offset: int, nbytes: int, tar_bytes: int) -> None:
         """Add a file; "" stands for what is none."""
@@ -192,20 +197,21 @@ class TarIndex:
         if names is None:
             self.ignored += 1
             return
-        key, ending = names
+        key, ending = names[0].encode(errors="surrogateescape"), names[1]
         if key != self._last_key:
             self._begin(shard, key)
             self._last_key = key
-            if key in self._keys_seen:
-                self.broken[len(self) - 1] = APART
-            self._keys_seen.add(key)
+            if self._keys_seen is not None:
+                if key in self._keys_seen:
+                    self.broken[len(self) - 1] = APART
+                self._keys_seen.add(key)
         self._add(ending, offset, nbytes, tar_bytes)
 
-    def _begin(self, shard: int, key: str) -> None:
+    def _begin(self, shard: int, key: bytes) -> None:
         self._shards.append(shard)
         self._first.append(self._first[-1])
         self._own = set()
-        self._keys += key.encode(errors="surrogateescape")
+        self._keys += key
         self._key_ends.append(len(self._keys))
 
     def _add(self, ending: str, offset: int, nbytes: int, tar_bytes: int) -> None:
@@ -228,6 +234,7 @@ class TarIndex:
             if number == MOST_ENDINGS:
                 raise too_many_endings(ending)
             self._numbers[ending] = number
+            self._known.add(ending, number)
             self.extensions.append(ending)
         return number
 
@@ -269,3 +276,9 @@ class TarIndex:
             offsets=np.frombuffer(self._offsets, np.int64)[places],
             sizes=np.frombuffer(self._sizes, np.int64)[places],
         )
+
+
+def _cut_name(names: memoryview) -> tuple[str, memoryview]:
+    """The first name, and those behind its zero."""
+    raw = bytes(names[:NAME_BYTES]).partition(b"\0")[0]
+    return raw.decode(errors="surrogateescape"), names[len(raw) + 1 :]

@@ -15,7 +15,7 @@ from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
 from hpstore.loaders.ingestion.tar_index import MemberTable
 from hpstore.units import KIB
 
-GAP_BYTES = 32 * KIB  # read over: one read of so much costs as much as two
+GAP_BYTES = 4 * KIB  # read over: from the page cache that costs as much as another read
 
 
 class BadMember(Exception):

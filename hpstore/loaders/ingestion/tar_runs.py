@@ -5,58 +5,63 @@ What is in doubt (extensions, links, folders, damage) ends a run, for TarHeaders
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import IO
 
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.dataset.many_ranges import PlainHeaders, tar_headers
+from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.ingestion.tar_headers import BLOCK_BYTES, MOST_TAR_BYTES
+from hpstore.loaders.ingestion.tar_scan import PlainHeaders, tar_headers
 from hpstore.units import MIB
 
 RUN_FILES = 8192
+_HEADERS_BYTES = 4 * BLOCK_BYTES  # of a file, with a pax header of times before it
+_NONE: Int64s = np.empty(0, np.int64)
 _CHECKSUM, _SIZE = slice(148, 156), slice(124, 136)
 _KIND, _PREFIX = 156, 345
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarRun:
-    """Files in their order. `end`: where the header behind the last one begins."""
+    """Files in their order. `names`: each with a zero behind it; `end`: where the header behind the
+    last one begins."""
 
-    names: list[str]
-    headers: list[int]
-    offsets: list[int]
-    sizes: list[int]
+    names: bytes
+    offsets: Int64s
+    sizes: Int64s
     end: int
+
+    def __len__(self) -> int:
+        return len(self.sizes)
 
 
 def tar_run(file: IO[bytes], at: int) -> TarRun:
     """The ordinary files from the header at byte `at` on, as many as there are, or none."""
-    names: list[str] = []
-    headers: list[int] = []
-    sizes: list[int] = []
-    window, first = BLOCK_BYTES, at
-    while len(headers) < RUN_FILES:
-        file.seek(at)
-        data = file.read(window)
-        found = tar_headers(data, RUN_FILES - len(headers)) or _followed(
-            data, RUN_FILES - len(headers)
-        )
-        if not found.places:
+    names = list[bytes]()
+    offsets, sizes = [_NONE], [_NONE]
+    window, first, count = _HEADERS_BYTES, at, 0
+    memory = np.empty(MIB, np.uint8)  # read into again: fresh memory costs as much as the read
+    while count < RUN_FILES:
+        data = memory[: os.preadv(file.fileno(), [memory[:window].data], at)]
+        most = RUN_FILES - count
+        found = tar_headers(data, most) or _followed(data.tobytes(), most)
+        if not len(found.places):
             break
-        headers += [at + place for place in found.places]
-        sizes += found.sizes
-        names += found.names.decode(errors="surrogateescape").split("\0")
+        offsets.append(at + found.places + BLOCK_BYTES)
+        sizes.append(found.sizes)
+        names.append(found.names)
+        count += len(found.places)
         at += found.end
         # small files are read over; of large ones only the headers are read
-        small = at - first < 16 * BLOCK_BYTES * (len(headers) + 1)
-        window = min(MIB, 2 * window) if small else BLOCK_BYTES
+        small = at - first < 16 * BLOCK_BYTES * (count + 1)
+        window = min(MIB, 2 * window) if small else _HEADERS_BYTES
     return TarRun(
-        names=names,
-        headers=headers,
-        offsets=[header + BLOCK_BYTES for header in headers],
-        sizes=sizes,
+        names=b"".join(names),
+        offsets=np.concatenate(offsets),
+        sizes=np.concatenate(sizes),
         end=at,
     )
 
@@ -83,16 +88,19 @@ def _followed(data: bytes, most: int) -> PlainHeaders:
     if good < len(places):
         at = places[good]
     return PlainHeaders(
-        places=places[:good], sizes=sizes[:good], names=_names(table[:good]), end=at
+        places=np.array(places[:good], np.int64),
+        sizes=np.array(sizes[:good], np.int64),
+        names=_names(table[:good]),
+        end=at,
     )
 
 
 def _names(table: Bytes) -> bytes:
-    """The name in each header, with zeros between them."""
+    """The name in each header, each with a zero behind it."""
     if not len(table):
         return b""
     fields = np.ascontiguousarray(table[:, :100]).view("S100")[:, 0].tolist()
-    return b"\0".join([one.partition(b"\0")[0] for one in fields])
+    return b"".join([one.partition(b"\0")[0] + b"\0" for one in fields])
 
 
 def _intact(table: Bytes) -> int:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpstore.format.untrusted_bytes import most_inflated
 from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.many_ranges import decimals
 from hpstore.loaders.dataset.stored_values import StoredValues
 from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
 from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, FilePosition, decompressed
@@ -35,7 +36,6 @@ from hpstore.loaders.ingestion.sample_source import (
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, source_files
 from hpstore.loaders.ingestion.source_rows import (
     GROUP_BYTES,
-    GROUP_ROWS,
     Column,
     ColumnRows,
     SourceItem,
@@ -61,6 +61,8 @@ _TEXT = {"txt", "text", "transcript", "json", "jsn"}
 _NUMBERS = {"cls", "cls2", "class", "count", "index", "inx", "id"}
 PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+SLICE_ROWS = 4096  # read by a thread at a time
+_WHOLE = Field("int64")
 _STREAM_ERRORS = (TarDamaged, *STREAM_ERRORS)
 
 
@@ -120,6 +122,9 @@ class WantedFiles:
         return StoredValues(text=kind == "str", rows=rows)
 
     def _numbers(self, suffix: str, rows: ValueRows, made: Field | None) -> Column:
+        whole = made is None or made == _WHOLE
+        if whole and (found := decimals(rows)) is not None:
+            return found
         data = [bytes(one) for one in rows.views()]
         if made is None and suffix in _NUMBERS:
             with contextlib.suppress(ValueError):
@@ -229,7 +234,7 @@ class TarShards(IndexedSource):
 
     def read_rows(self, indices: Iterable[int], workers: int) -> Iterator[SourceRows]:
         """Slices of the samples, `workers` at a time; each by ranges of the tars."""
-        slices = sliced(indices, self._sizes, rows=GROUP_ROWS, nbytes=GROUP_BYTES)
+        slices = sliced(indices, self._sizes, rows=SLICE_ROWS, nbytes=GROUP_BYTES)
         if workers <= 1:
             for some, _ in slices:
                 yield from self._read_slice(some)
