@@ -22,6 +22,7 @@ from hpstore.loaders import (
     list_datasets,
     verify_dataset,
 )
+from hpstore.loaders.writer import stream_writer
 from hpstore.maintenance.rebuild import Progress
 from hpstore.pool.pool import Pool
 from tests.integration.data_sets import (
@@ -240,3 +241,19 @@ def test_a_corpus_of_an_earlier_version_is_no_data_set(pool: Pool) -> None:
         with pytest.raises(ConfigError, match="corpus of tokens of an earlier"):
             call(pool, "texts")
     assert pool.exists("data/texts/manifest")
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "held"), [(1000, 7, True), (1000, 8, False), (150_000, 8, True)]
+)
+def test_records_wait_for_their_page_until_it_is_clear(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, size: int, rows: int, held: bool
+) -> None:
+    """A few records choose where all of twice or half their size would choose the same."""
+    monkeypatch.setattr(stream_writer, "CLEAR_ROWS", 8)
+    writer = DatasetWriter(pool, "train", {"raw": Field("bytes")}, unit_bytes=None)
+    writer.write_batch({"raw": [bytes(size)] * rows})
+    (stream,) = writer._part_writers[0]._streams
+    assert bool(stream._pending) == held
+    writer.close()
+    assert verify_dataset(pool, "train").clean

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hpstore.errors import (
     DeviceFull,
     IngestError,
     ObjectNotFound,
+    SomeFailed,
     TooFewDevices,
     VersionConflict,
 )
@@ -33,6 +35,7 @@ from hpstore.loaders import (
     unfinished_ingests,
     verify_dataset,
 )
+from hpstore.loaders.dataset.publish_dataset import joined_content
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed
 from hpstore.pool.pool import Pool
 from tests.integration.ingest_cases import (
@@ -106,6 +109,81 @@ def test_a_cut_ingest_goes_on_and_equals_an_uninterrupted_one(
     assert report.bytes == whole.bytes
     assert verify_dataset(pool, "cut").clean
     assert len(keys_left(pool, "cut")) == len(keys_left(pool, "whole"))
+
+
+def test_the_next_part_is_filled_while_the_first_one_is_stored(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The put of the first shard waits for records that come behind its part."""
+    root = images(tmp_path / "in")
+    put, behind, waited = Pool.put, threading.Event(), list[bool]()
+
+    def slow(self: Pool, key: str, *args: Any, **options: Any) -> Any:
+        if "stream-0" in key and not waited:
+            waited.append(behind.wait(20))
+        return put(self, key, *args, **options)
+
+    def progress(done: IngestProgress) -> None:
+        if done.records >= 12:  # parts have seven
+            behind.set()
+
+    monkeypatch.setattr(Pool, "put", slow)
+    ingest(pool, "train", root, progress=progress, **SHARD)
+    assert waited == [True]
+    assert verify_dataset(pool, "train").clean
+
+
+def test_an_ingest_of_one_part_makes_few_puts(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two words in the journal, the shard, the manifest; all that lies beside goes together."""
+    root = images(tmp_path / "in", 12)
+    puts: list[str] = []
+    together: list[list[str]] = []
+    put, put_many = Pool.put, Pool.put_many
+
+    def counted(self: Pool, key: str, *args: Any, **options: Any) -> Any:
+        puts.append(key.rpartition("/")[2])
+        return put(self, key, *args, **options)
+
+    def counted_many(self: Pool, objects: Any, *args: Any, **options: Any) -> Any:
+        together.append([key.split("/", 3)[3] for key in objects])
+        return put_many(self, objects, *args, **options)
+
+    monkeypatch.setattr(Pool, "put", counted)
+    monkeypatch.setattr(Pool, "put_many", counted_many)
+    ingest(pool, "train", root)
+    assert sorted(puts) == ["000000", "journal", "journal", "manifest"]
+    assert [sorted(keys) for keys in together] == [
+        ["column-1/000000", "column-order/000000", "stream-0/000000.side", "stream-0/pages"]
+    ]
+    assert verify_dataset(pool, "train").clean
+    with Dataset(pool, "train") as found:
+        made = found.manifest
+    assert made.content == joined_content(pool, "train", made, made.parts)
+
+
+def test_a_small_object_that_cannot_be_put_ends_the_ingest_with_its_error(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with one that counts those that were put together; the next run goes on."""
+    root = images(tmp_path / "in")
+    put_many, calls = Pool.put_many, [0]
+
+    def full(self: Pool, objects: Any, *args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 3:
+            failed = SomeFailed("1 of 4")
+            failed.failed = {key: DeviceFull("no space left") for key in objects}
+            raise failed
+        return put_many(self, objects, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "put_many", full)
+        with pytest.raises(DeviceFull, match=r"no space left.*samples are kept"):
+            ingest(pool, "train", root, **SHARD)
+    assert ingest(pool, "train", root, **SHARD).resumed_samples > 0
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
 
 
 def test_streams_go_on_too(pool: Pool) -> None:
@@ -200,7 +278,7 @@ def test_a_full_pool_keeps_what_is_done(
     def full(self: Pool, key: str, *args: Any, **options: Any) -> Any:
         nonlocal count
         count += "stream-0" in key
-        if count > 8:
+        if count > 4:
             raise DeviceFull(f"no space left for {key}")
         return put(self, key, *args, **options)
 
@@ -312,23 +390,23 @@ import hpstore
 from hpstore.loaders import ingest
 from hpstore.pool.pool import Pool
 config, root, parts = sys.argv[1], sys.argv[2], int(sys.argv[3])
-put, count = Pool.put, 0
-def deadly(self, key, *args, **options):
+put_many, count = Pool.put_many, 0
+def deadly(self, objects, *args, **options):
     global count
-    info = put(self, key, *args, **options)
-    count += key.endswith("/pages")
+    info = put_many(self, objects, *args, **options)
+    count += any(key.endswith("/pages") for key in objects)
     if count == parts:
         os.kill(os.getpid(), signal.SIGKILL)
     return info
-Pool.put = deadly
+Pool.put_many = deadly
 with hpstore.open(config) as pool:
     ingest(pool, "train", root, shard_bytes=1 << 16, unit_bytes=1 << 14)
 """
 
 
 def test_a_killed_process_leaves_nothing_visible_and_goes_on(pool: Pool, tmp_path: Path) -> None:
-    """SIGKILL twice in mid-ingest, each time with a part stored that the journal has not; processes
-    of their own. The last run finishes and leaves nothing of it behind.
+    """SIGKILL twice in mid-ingest, each time as objects of a part are stored that the journal has
+    not; processes of their own. The last run finishes and leaves nothing of it behind.
     """
     root = images(tmp_path / "in")
     kept = [0]

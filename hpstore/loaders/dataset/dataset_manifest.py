@@ -92,6 +92,11 @@ class DatasetPart:
         """Of all objects that belong to it."""
         return {self.nonce, *self.column_nonces.values()}
 
+    @property
+    def units(self) -> tuple[int, ...]:
+        """Bytes of a page of each stream."""
+        return tuple(stream.unit_bytes for stream in self.streams)
+
     def column_nonce(self, column: str) -> str:
         """The nonce under which the objects of a column are."""
         return self.column_nonces.get(column, self.nonce)

@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from time import perf_counter
 from typing import Any
 
@@ -349,7 +350,8 @@ class _Run:
             if placed is None:
                 break
             first.append(placed)
-        items = [item for placed in first for item in placed.rows.items()][:LOOKED_AT]
+        rows = chain.from_iterable(placed.rows.items() for placed in first)
+        items = list(islice(rows, LOOKED_AT))
         samples = [item.sample for item in items if item.sample is not None]
         if names is not None:
             samples = [fitted(sample, names) for sample in samples]
@@ -373,8 +375,7 @@ class _Run:
         """Pages of the dataset that is appended to: a run that is resumed has the same."""
         if self.base is None:
             return {}
-        parts = self.base.parts[:1]
-        return {"append": [stream.unit_bytes for part in parts for stream in part.streams]}
+        return {"append": list(self.base.parts[0].units)}
 
     def _lineage(self, start: Progressed) -> dict[str, object]:
         return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -96,31 +96,31 @@ class PartsWriter:
             content="",
         )
         self.progressed, self.nbytes = start, start.nbytes
+        self._kept = bool(start.parts)  # of an earlier run
         self._place, self._skipped = start.place, list(start.skipped)
         self._held = 0  # bytes of samples in the part being filled
         self._finishing: Future[None] | None = None  # what it saves is read after it is done
         self._executor = WorkerThreads(1, "hpstore-ingest-part")
         self._nonces = (new_nonce(), new_nonce())
         self._claim(start)
-        self._writer: PartWriter | None = self._fresh()
+        base = target.base
+        known = start.parts or (base.parts if base is not None else ())
+        self._writer: PartWriter | None = self._fresh(known[0].units if known else ())
 
     @property
     def skipped(self) -> int:
         """Records left out so far."""
         return len(self._skipped)
 
-    def _fresh(self) -> PartWriter:
+    def _fresh(self, units: Sequence[int]) -> PartWriter:
         """The writer of the next part, with the pages that the first one chose."""
-        base = self._target.base
-        known = self.progressed.parts or (base.parts if base is not None else ())
-        like = known[0] if known else None
         return PartWriter(
             self._target.pool,
             self._target.name,
             self._options,
             ordered=self._target.seed is not None,
             nonce=self._nonces[0],
-            like=like,
+            units=units,
         )
 
     def _current(self) -> PartWriter:
@@ -209,18 +209,19 @@ class PartsWriter:
             self._turn()
 
     def _turn(self) -> None:
-        """Finish the part by a thread, and go on with the next one.
+        """Finish the part by a thread, and go on with the next one."""
+        full, state = self._full()
+        units = full.chosen_units()
+        self._finishing = self._executor.submit(self._finish, full, state)
+        self._writer = self._fresh(units)
 
-        The first part is waited for: all take its pages.
-        """
+    def _full(self) -> tuple[PartWriter, Progressed]:
+        """The part that is written, once the one before is finished, and the state behind it."""
         self._settle()
         full, self._writer = self._current(), None  # from now on the journal may name its objects
         state = self._state()
         self._nonces, self._held = (self._nonces[1], new_nonce()), 0
-        self._finishing = self._executor.submit(self._finish, full, state)
-        if not state.parts:
-            self._settle()
-        self._writer = self._fresh()
+        return full, state
 
     def _state(self) -> Progressed:
         return replace(
@@ -241,27 +242,30 @@ class PartsWriter:
         """Finish the last part, and make all of them the dataset, or append them to it. Durable on
         return."""
         self._settle()
-        if self._current().rows or not (self.progressed.parts or self._target.base):
-            self._turn()
-            self._settle()
-        target, parts = self._target, self.progressed.parts
+        target, state = self._target, self._state()
+        if self._current().rows or not (state.parts or target.base):
+            full, state = self._full()
+            last = self._executor.submit(full.finish).result()
+            state = replace(state, parts=(*state.parts, last))
         if target.base is not None:
-            return self._append(target.base, parts)
-        manifest = replace(
-            self._schema,
-            parts=parts,
-            content=joined_content(target.pool, target.name, self._schema, parts),
-        )
-        self._save(self._state())  # or another process has begun anew, and removes these parts
+            return self._append(target.base, state)
+        parts = state.parts
+        alone = len(parts) == 1 and not self._kept  # then it is there: this run has stored it
+        joined = parts[0].content if alone else self._joined(parts)
+        manifest = replace(self._schema, parts=parts, content=joined)
+        self._save(state)  # or another process has begun anew, and removes these parts
         key = manifest_key(target.name)
         manifest = publish(target.pool, target.name, key, manifest, version=target.replaces)
         self._journal.remove()
         return manifest
 
-    def _append(self, base: DatasetManifest, parts: tuple[DatasetPart, ...]) -> DatasetManifest:
-        """A new version with these parts; without any, what is there."""
-        target, manifest = self._target, base
-        self._save(self._state())  # as above
+    def _joined(self, parts: Sequence[DatasetPart]) -> str:
+        return joined_content(self._target.pool, self._target.name, self._schema, parts)
+
+    def _append(self, base: DatasetManifest, state: Progressed) -> DatasetManifest:
+        """A new version with the parts of `state`; without any, what is there."""
+        target, manifest, parts = self._target, base, state.parts
+        self._save(state)  # as above
         if parts:
             manifest = appended(target.pool, target.name, target.fields, parts, label=target.label)
         self._journal.remove()

@@ -27,7 +27,7 @@ from hpstore.loaders.dataset.stored_manifests import require_pool, require_same_
 from hpstore.loaders.writer.dataset_writer import checked_batch
 from hpstore.loaders.writer.part_writer import PartOptions, PartWriter, new_nonce, remove_written
 from hpstore.loaders.writer.shuffle_on_write import copy_in_order
-from hpstore.loaders.writer.stream_writer import FieldColumnWriter
+from hpstore.loaders.writer.stream_writer import FieldColumnWriter, SmallObjects, put_small
 from hpstore.loaders.writer.upload_queue import Uploads
 from hpstore.pool.pool import Pool
 
@@ -132,7 +132,7 @@ def _without(data: StoredData, stays: Array, writers: _Writers) -> tuple[Dataset
             parts.append(part)
         elif len(kept):
             ordered = data.manifest.shuffle_seed is not None
-            writer = writers.begin(options, ordered=ordered, like=part)
+            writer = writers.begin(options, ordered=ordered, units=part.units)
             copy_in_order(data, kept, writer, numbers=data.written_as(kept))
             parts.append(writer.finish())
     return tuple(parts)
@@ -254,7 +254,7 @@ def _rewritten(
 
     for part in data.manifest.parts:
         ordered = data.manifest.shuffle_seed is not None
-        writer = writers.begin(options, ordered=ordered, like=None)
+        writer = writers.begin(options, ordered=ordered, units=())
         order = np.arange(first, first + part.rows)
         copy_in_order(data, order, writer, numbers=data.written_as(order), more=more)
         first += part.rows
@@ -279,13 +279,16 @@ def _options(manifest: DatasetManifest, fields: Mapping[str, Field]) -> PartOpti
 class _Column:
     """A column that comes later than its part."""
 
+    pool: Pool
     writer: FieldColumnWriter
     uploads: Uploads
+    small: SmallObjects
     nonce: str
 
     def finish(self) -> tuple[str, ...]:
         """Store the rest: the hashes of its objects, which are durable on return."""
         self.writer.finish()
+        put_small(self.pool, self.small)
         self.uploads.settle()
         self.uploads.close()
         return tuple(self.writer.hashes)
@@ -300,25 +303,27 @@ class _Writers:
         self._columns: list[_Column] = []
         self._unclear = False
 
-    def begin(self, options: PartOptions, *, ordered: bool, like: DatasetPart | None) -> PartWriter:
+    def begin(self, options: PartOptions, *, ordered: bool, units: Sequence[int]) -> PartWriter:
         """A part. Raises ConfigError when it would lie otherwise than the others."""
         require_same_columns(self._pool, self._name, self._base)
-        writer = PartWriter(self._pool, self._name, options, ordered=ordered, like=like)
+        writer = PartWriter(self._pool, self._name, options, ordered=ordered, units=units)
         self._parts.append(writer)
         return writer
 
     def begin_column(self, field: str, made: Field, column: str) -> _Column:
         """The column of a field in one part, under a nonce of its own."""
         uploads, nonce = Uploads(), new_nonce()
+        small: SmallObjects = {}
         writer = FieldColumnWriter(
             self._pool,
             (self._name, nonce, column),
             field,
             made,
             uploads=uploads,
+            small=small,
             content=ContentDigest(),
         )
-        self._columns.append(_Column(writer, uploads, nonce))
+        self._columns.append(_Column(self._pool, writer, uploads, small, nonce))
         return self._columns[-1]
 
     def publish(

@@ -152,8 +152,8 @@ class DatasetWriter(Closing):
             compression=self.compression,
             alike=part is not None,
         )
-        self._like = self._base.parts[0] if self._base is not None else None
-        self._part_writers = [PartWriter(pool, name, self._options, like=self._like)]
+        self._units = self._base.parts[0].units if self._base is not None else ()
+        self._part_writers = [PartWriter(pool, name, self._options, units=self._units)]
         self._rows, self._state, self._pid = 0, "open", os.getpid()
 
     def __len__(self) -> int:
@@ -307,7 +307,7 @@ class DatasetWriter(Closing):
 
     def _shuffled(self, made: DatasetPart) -> DatasetPart:
         """The same samples in another order: all are written again, the first ones go later."""
-        writer = PartWriter(self.pool, self.name, self._options, ordered=True, like=self._like)
+        writer = PartWriter(self.pool, self.name, self._options, ordered=True, units=self._units)
         self._part_writers.append(writer)
         number = len(self._base.parts) if self._base else self.part[0] if self.part else 0
         order = permutation(made.rows, self._seed or 0, number)

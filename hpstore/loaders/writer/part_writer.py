@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import HpstoreError
@@ -18,7 +19,13 @@ from hpstore.loaders.dataset.dataset_manifest import (
 )
 from hpstore.loaders.dataset.fields import Array, Field, FieldKind
 from hpstore.loaders.dataset.record_layout import Record
-from hpstore.loaders.writer.stream_writer import FieldColumnWriter, StreamWriter, cuts_of
+from hpstore.loaders.writer.stream_writer import (
+    FieldColumnWriter,
+    SmallObjects,
+    StreamWriter,
+    cuts_of,
+    put_small,
+)
 from hpstore.loaders.writer.upload_queue import Uploads
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB, format_bytes
@@ -43,7 +50,7 @@ class PartWriter:
     """Stores samples that were checked. One thread at a time; nothing of it is visible by itself.
 
     With `ordered` every sample comes with a number, kept in a column of its own. For parts that
-    follow another: `nonce` is the one that was told before, pages are those of `like`.
+    follow another: `nonce` is the one that was told before, `units` are the pages of its streams.
     """
 
     def __init__(
@@ -54,13 +61,13 @@ class PartWriter:
         *,
         ordered: bool = False,
         nonce: str = "",
-        like: DatasetPart | None = None,
+        units: Sequence[int] = (),
     ) -> None:
         self.pool, self.name, self.rows = pool, name, 0
         self._said_bytes = 0
         self.nonce = nonce or new_nonce()
-        units = [stream.unit_bytes for stream in like.streams] if like else None
         self._uploads, self._content = Uploads(), ContentDigest()
+        self._small: SmallObjects = {}
         fields = options.fields
         limit = pool.config.settings.memory_bytes // (2 * (pool.data + pool.parity))
         self._streams = [
@@ -74,6 +81,7 @@ class PartWriter:
                 alike=options.alike,
                 shard_bytes=options.shard_bytes,
                 uploads=self._uploads,
+                small=self._small,
                 compression=options.compression,
                 content=self._content,
             )
@@ -81,29 +89,15 @@ class PartWriter:
         ]
         scalars = [n for n, f in fields.items() if f.kind is FieldKind.SCALAR]
         self._names = column_names(list(fields), scalars)
+        column_of = partial(FieldColumnWriter, pool, uploads=self._uploads, small=self._small)
         self._columns = {
-            field: FieldColumnWriter(
-                pool,
-                (name, self.nonce, column),
-                field,
-                fields[field],
-                uploads=self._uploads,
-                content=self._content,
+            field: column_of(
+                (name, self.nonce, column), field, fields[field], content=self._content
             )
             for field, column in self._names.items()
         }
-        self._order = (
-            FieldColumnWriter(
-                pool,
-                (name, self.nonce, ORDER),
-                ORDER,
-                Field("int64"),
-                uploads=self._uploads,
-                content=ContentDigest(),
-            )
-            if ordered
-            else None
-        )
+        place, apart = (name, self.nonce, ORDER), ContentDigest()
+        self._order = column_of(place, ORDER, Field("int64"), content=apart) if ordered else None
 
     def append(
         self,
@@ -134,6 +128,10 @@ class PartWriter:
                 format_bytes(largest),
             )
 
+    def chosen_units(self) -> tuple[int, ...]:
+        """Bytes of a page of each stream; chosen now where too few records had come to choose."""
+        return tuple(stream.chosen_unit() for stream in self._streams)
+
     def finish(self) -> DatasetPart:
         """Store the rest. All is durable on return."""
         columns = {self._names[n]: column for n, column in self._columns.items()}
@@ -142,6 +140,11 @@ class PartWriter:
         for column in columns.values():
             column.finish()
         streams = tuple(stream.finish() for stream in self._streams)
+        try:
+            put_small(self.pool, self._small)
+        except BaseException:
+            self._uploads.close()  # the put of a shard that is under way
+            raise
         self._uploads.settle()
         self._uploads.close()
         return DatasetPart(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from hpstore.codec.galois import Bytes
+from hpstore.errors import SomeFailed
 from hpstore.loaders.dataset.dataset_manifest import (
     MOST_CUT_ROWS,
     ContentDigest,
@@ -42,6 +44,11 @@ from hpstore.units import MIB, div_ceil
 
 PENDING_BYTES = 64 * MIB  # records of many sizes held back until their page is chosen
 PENDING_ROWS = 1 << 14
+CLEAR_ROWS = 256  # from here on the page is chosen when a mean twice or half as large chose it, too
+
+
+SmallObjects = dict[str, object]
+"""By key, what is put by one call when a part is finished."""
 
 
 class StreamWriter:
@@ -60,10 +67,12 @@ class StreamWriter:
         shard_bytes: int,
         compression: str,
         uploads: Uploads,
+        small: SmallObjects,
         content: ContentDigest,
     ) -> None:
         self.record, self._pool, self._place, self._name = record, pool, place, name
         self._compression, self._uploads, self._content = compression, uploads, content
+        self._small = small
         self._unit_limit, self._shard_bytes = unit_limit, shard_bytes
         self._shards: list[tuple[int, int, str]] = []  # rows, payload, hash of the side object
         self._pages: list[list[Table]] = []  # tables of each shard's pages
@@ -132,7 +141,9 @@ class StreamWriter:
     def _hold(self, lengths: Int64s, tables: Int64s, fill: Fill) -> None:
         """Keep records until their mean size tells the page; large ones tell it at once."""
         nbytes = int(lengths.sum())
-        if self._pending_bytes + nbytes >= PENDING_BYTES:
+        rows = len(lengths) + sum(map(len, self._pending))
+        held = nbytes + self._pending_bytes
+        if held >= PENDING_BYTES or rows >= PENDING_ROWS or self._is_clear(rows, held):
             self._decide(lengths)
             self._add_ragged(lengths, tables, fill)
             return
@@ -142,8 +153,13 @@ class StreamWriter:
         self._pending.append(ValueRows.of(kept, starts, lengths))
         self._pending_tables.append(tables)
         self._pending_bytes += nbytes
-        if sum(map(len, self._pending)) >= PENDING_ROWS:
-            self._decide()
+
+    def _is_clear(self, rows: int, nbytes: int) -> bool:
+        """Whether so many records are enough to choose the page."""
+        if rows < CLEAR_ROWS:
+            return False
+        means = (nbytes / rows / 2, nbytes / rows * 2)
+        return len({choose_unit_for_mean(mean, limit=self._unit_limit) for mean in means}) == 1
 
     def _decide(self, coming: Int64s | None = None) -> None:
         """Choose the page, and place what was held back. `coming`: sizes of what follows."""
@@ -157,8 +173,9 @@ class StreamWriter:
             held = joined_rows(pending)
             self._add_ragged(held.lengths, np.concatenate(tables), rows_fill(held))
 
-    def _store(self, full: FullShard) -> None:
-        """Put a shard in the background; the next one is filled meanwhile."""
+    def _store(self, full: FullShard, *, last: bool = False) -> None:
+        """Put a shard in the background; the next one is filled meanwhile. What lies beside the
+        last one is put with other small objects."""
         name, nonce, stream = self._place
         number = len(self._shards)
         tables: list[Table] = [full.checksums]
@@ -171,6 +188,8 @@ class StreamWriter:
         self._pages.append(pages)
         builder = self._builder
         assert builder is not None
+        if last:
+            self._small[side_key(name, nonce, stream, number)] = side
 
         def upload() -> None:
             data = full.data
@@ -180,7 +199,8 @@ class StreamWriter:
                 )
                 pages.append(stored)
             self._pool.put(shard_key(name, nonce, stream, number), data, unit_bytes=self._unit)
-            self._pool.put(side_key(name, nonce, stream, number), side)
+            if not last:
+                self._pool.put(side_key(name, nonce, stream, number), side)
             builder.buffers.give_back(full.buffer)
 
         self._uploads.submit(upload)
@@ -195,30 +215,37 @@ class StreamWriter:
         )
         return [found.astype(np.uint32)]
 
-    def finish(self) -> StreamShards:
-        """Store the rest; nothing is added any more. Durable on return."""
+    def chosen_unit(self) -> int:
+        """Bytes of a page, by what has come so far where that is not decided."""
         if self._builder is None:
             self._decide()
+        return self._unit
+
+    def finish(self) -> StreamShards:
+        """Begin to store the rest; nothing is added any more. Durable when the uploads are settled
+        and the small objects are put."""
+        self.chosen_unit()
         builder = self._builder
         assert builder is not None
         if builder.rows:
-            last = builder.take() if isinstance(builder, FixedShard) else builder.take(last=True)
-            self._store(last)
-        self._uploads.settle()
+            rest = builder.take() if isinstance(builder, FixedShard) else builder.take(last=True)
+            self._store(rest, last=True)
+        if self._compression:
+            self._uploads.settle()  # what pages take is known then
         return StreamShards(
             unit_bytes=self._unit,
             rows=tuple(rows for rows, _, _ in self._shards),
             payload=tuple(payload for _, payload, _ in self._shards),
             side=tuple(side for _, _, side in self._shards),
-            pages=self._put_pages(),
+            pages=self._add_pages(),
         )
 
-    def _put_pages(self) -> str:
+    def _add_pages(self) -> str:
         if not page_dtypes(self.record, self._compression) or not self._pages:
             return ""
         tables = [np.concatenate(parts) for parts in zip(*self._pages, strict=True)]
         data = encode_tables(PAGE_MAGIC, tables)
-        self._pool.put(pages_key(*self._place), data)
+        self._small[pages_key(*self._place)] = data
         return object_hash(data)
 
 
@@ -233,11 +260,12 @@ class FieldColumnWriter:
         field: Field,
         *,
         uploads: Uploads,
+        small: SmallObjects,
         content: ContentDigest,
     ) -> None:
         self.field, self.hashes = field, list[str]()
         self._pool, self._place, self._name = pool, place, name
-        self._uploads, self._content = uploads, content
+        self._uploads, self._small, self._content = uploads, small, content
         self._rows = 0
         self._buffer = self._fresh()
 
@@ -253,24 +281,38 @@ class FieldColumnWriter:
             self._rows += count
             done += count
             if self._rows == MOST_CUT_ROWS:
-                self._store()
+                key, raw = self._taken()
+                self._uploads.submit(partial(self._put, key, raw))
+                self._buffer = self._fresh()
 
-    def _store(self) -> None:
-        values, self._buffer, self._rows = self._buffer[: self._rows], self._fresh(), 0
-        raw = values.reshape(-1).view(np.uint8)
+    def _put(self, key: str, raw: Bytes) -> None:
+        self._pool.put(key, raw)
+
+    def _taken(self) -> tuple[str, Bytes]:
+        """The values in the buffer as an object, and its key."""
+        raw = self._buffer[: self._rows].reshape(-1).view(np.uint8)
+        self._rows = 0
         self._content.add_column(self._name, raw.data)
         key = column_key(*self._place, len(self.hashes))
         self.hashes.append(object_hash(raw.data))
-        self._uploads.submit(lambda: void(self._pool.put(key, raw)))
+        return key, raw
 
     def finish(self) -> None:
-        """Store the rest."""
+        """Leave the rest to the small objects; nothing is added any more."""
         if self._rows:
-            self._store()
+            key, raw = self._taken()
+            self._small[key] = raw
 
 
-def void(_: object) -> None:
-    """For a job that returns nothing."""
+def put_small(pool: Pool, objects: SmallObjects) -> None:
+    """Put them, and forget them. Durable on return. Raises what kept the first of those that failed
+    from being stored."""
+    try:
+        if objects:
+            pool.put_many(objects)
+    except SomeFailed as error:
+        raise next(iter(error.failed.values()), error) from error
+    objects.clear()
 
 
 def cuts_of(rows: int) -> tuple[int, ...]:
