@@ -13,6 +13,7 @@ import hpstore
 from hpstore.errors import IngestError
 from hpstore.loaders import Dataset, Field, ingest, unfinished_ingests
 from hpstore.loaders.ingestion import arrow_source
+from hpstore.loaders.ingestion.lance_source import LanceRows
 from tests.integration.ingest_cases import Stop, stop_after
 
 pa = pytest.importorskip("pyarrow")
@@ -177,3 +178,43 @@ def test_a_null_where_the_user_says_there_is_none_is_a_bad_record(
     fields = {"c": Field("int64"), "n": Field("int64")}
     with pytest.raises(IngestError, match="holds a null: 'c'"):
         ingest(pool, "t", tmp_path / "n.parquet", fields=fields)
+
+
+def test_columns_of_lance_are_read_once_or_begun_again(
+    pool: hpstore.Pool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of Parquet: the first batches of three fragments are looked at, a null that comes later
+    makes the ingest begin again."""
+    lance = pytest.importorskip("lance", reason="needs pylance (the extra `lance`)")
+    rows = 3000
+    for name, late in (("none", -1), ("late", 1777)):
+        values = [None if n == late else n for n in range(rows)]
+        table = pa.table({"c": pa.array(values, pa.int64()), "n": list(range(rows))})
+        lance.write_dataset(table, str(tmp_path / f"{name}.lance"), max_rows_per_file=500)
+        caplog.clear()
+        ingest(pool, name, tmp_path / f"{name}.lance")
+        lines = [record for record in caplog.records if "begins again" in record.msg]
+        assert len(lines) == (late >= 0)
+        with Dataset(pool, name) as found:
+            assert found.fields["c"].optional == (late >= 0)
+            got = {int(s["n"]): s["c"] for s in found.__getitems__(range(rows))}
+        assert [None if got[n] is None else int(got[n]) for n in range(rows)] == values
+
+
+def test_of_lance_a_few_batches_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lance = pytest.importorskip("lance", reason="needs pylance (the extra `lance`)")
+    table = pa.table({"c": list(range(3000)), "n": list(range(3000))})
+    lance.write_dataset(table, str(tmp_path / "t.lance"), max_rows_per_file=500)
+    source = LanceRows(tmp_path / "t.lance")
+    looked: list[tuple[int, tuple[str, ...]]] = []
+    plain = LanceRows._readable
+
+    def counted(self: LanceRows, block: int, names: Any) -> Any:
+        looked.append((block, tuple(names)))
+        return plain(self, block, names)
+
+    monkeypatch.setattr(LanceRows, "_readable", counted)
+    assert not any(field.optional for field in source.fields.values())
+    assert looked == [(0, ("c", "n")), (2, ("c", "n")), (5, ("c", "n"))]

@@ -10,7 +10,6 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,9 @@ from hpstore.loaders.ingestion.arrow_classes import (
 from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_rows
 from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
 from hpstore.loaders.ingestion.hive_partitions import Partitions, root_of
+from hpstore.loaders.ingestion.null_columns import NullColumns
 from hpstore.loaders.ingestion.optional_packages import needed
-from hpstore.loaders.ingestion.sample_source import (
-    BLOCK_SHIFT,
-    BlockwiseSource,
-    FieldsChanged,
-    digest_of,
-)
+from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, is_remote, local_path
 from hpstore.loaders.ingestion.source_rows import ItemRows, SourceItem, SourceRows
 from hpstore.loaders.ingestion.table_files import table_files
@@ -89,8 +84,7 @@ class ArrowTables(BlockwiseSource):
         self.length = None if None in rows else sum(r for r in rows if r is not None)
         self._names: list[str] = list(self._schema.names)
         self._types: Mapping[str, Field] = {}
-        self._nulls: dict[str, bool] = {}
-        self._look_at_all: bool = False  # at every row for nulls, before they are read
+        self._nulls: NullColumns = NullColumns(self.where)
         self._classes: dict[str, list[str]] = {}
 
     def _named(self, metadata: Path) -> list[str]:
@@ -137,9 +131,9 @@ class ArrowTables(BlockwiseSource):
         given = self._types.get(name)
         if given is not None and given.dtype != "str" and self._is_categorical(name):
             made, convert = given, class_numbers(self._arrow, self._classes_of(name), given)
-        if given is None and name not in self._nulls:
+        if given is None and name not in self._nulls.known:
             self._find_nulls()
-        if given.optional if given is not None else self._nulls[name]:
+        if given.optional if given is not None else self._nulls.known[name]:
             return replace(made, optional=True), with_none(convert)
         return made, convert
 
@@ -182,22 +176,16 @@ class ArrowTables(BlockwiseSource):
         beginnings of a few blocks are, as a null that comes later is met when the rows are read:
         then all is read again, with another look at every row (decision 0154).
         """
-        unknown = [n for n in self._names if n not in self._nulls and n not in self._types]
+        nulls = self._nulls
+        unknown = [n for n in self._names if n not in nulls.known and n not in self._types]
         for name in unknown:
             divided = name in self._partitions.schema.names
-            self._nulls[name] = divided and self._partitions.has_null(name)
-        left = [n for n in unknown if self._may_be_null(n)]
-        last = len(self._blocks) - 1
-        blocks = range(last + 1) if self._look_at_all else sorted({0, last // 2, last})
-        for block in blocks:
-            if not left:
-                break
-            batches = self._readable(self._blocks[block], left)
-            for batch in batches if self._look_at_all else islice(batches, 1):
-                for name in left:
-                    if batch.column(name).null_count:
-                        self._nulls[name] = True
-            left = [name for name in left if not self._nulls[name]]
+            nulls.known[name] = divided and self._partitions.has_null(name)
+        nulls.find(
+            [name for name in unknown if self._may_be_null(name)],
+            self.blocks,
+            lambda block, names: self._readable(self._blocks[block], names),
+        )
 
     def _may_be_null(self, name: str) -> bool:
         inside = name not in self._partitions.schema.names
@@ -205,19 +193,9 @@ class ArrowTables(BlockwiseSource):
 
     def recall(self, fields: Mapping[str, Field]) -> None:
         self.restrict(list(fields), {})
-        self._nulls = {name: made.optional for name, made in fields.items()}
+        self._nulls.known = {name: made.optional for name, made in fields.items()}
         own = self.fields  # what is not like them, the user had given
         self._types = {name: made for name, made in fields.items() if own.get(name) != made}
-
-    def _refuse_nulls(self, batch: Any, names: Sequence[str], place: str) -> None:
-        """Raise FieldsChanged for a null in a column of which a few rows had none."""
-        for name in names:
-            if batch.column(name).null_count:
-                self._look_at_all, self._nulls = True, {}
-                raise FieldsChanged(
-                    f"column {name!r} of {self.where} has its first null in {place}, so it is "
-                    "optional"
-                )
 
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every file."""
@@ -246,13 +224,11 @@ class ArrowTables(BlockwiseSource):
         ours = self._partitions.schema.names
         inside = [n for n in self._names if n not in ours]
         made = {n: self._column(n) for n in self._names}
-        assumed = [n for n in inside if n not in self._types and not self._nulls[n]]
-        if self._look_at_all:
-            assumed = []
+        assumed = self._nulls.assumed([n for n in inside if n not in self._types])
         try:
             for read in _batches(self._arrow, found, inside):
                 read.validate(full=True)  # offsets that lie lead to other memory
-                self._refuse_nulls(read, assumed, name)
+                self._nulls.refuse(read, assumed, name)
                 batch = self._partitions.added(found.file, read, self._names) if ours else read
                 low = min(max(0, start - number), batch.num_rows)
                 if low < batch.num_rows:
