@@ -12,6 +12,7 @@ import pytest
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.image_checks import image_problem
 from hpstore.loaders.ingestion.image_source import ImageFolder
+from hpstore.loaders.ingestion.sample_source import digest_of
 
 
 def jpeg(body: bytes = b"\x01\x02") -> bytes:
@@ -162,3 +163,13 @@ def test_what_is_no_folder_of_images_is_said(tmp_path: Path) -> None:
     for where in (tmp_path / "f", tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match=str(where)):
             ImageFolder(where)
+
+
+def test_the_fingerprint_of_files_is_that_of_their_json() -> None:
+    """Names of any characters; an ingest that an older hpstore began goes on with the same."""
+    files = [
+        (name, number, 10**18 + number) for number, name in enumerate(['a"b', "ä/\udcff", "\n"])
+    ]
+    plain = digest_of(["images", ["a"], *map(list, files)])
+    assert digest_of(["images", ["a"]], files) == plain
+    assert digest_of(["images", ["a"]], files[:2]) != plain

@@ -43,7 +43,7 @@ from hpstore.units import MIB
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 MAX_DEPTH = 64
-SLICE_ROWS, SLICE_BYTES = 128, 4 * MIB  # read by a thread at a time
+SLICE_ROWS, SLICE_BYTES = 256, 4 * MIB  # read by a thread at a time
 
 
 class ImageFolder(IndexedSource):
@@ -133,7 +133,7 @@ class ImageFolder(IndexedSource):
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every file."""
         facts = zip(self._paths, self._sizes.tolist(), self._times.tolist(), strict=True)
-        return digest_of([self.kind, self.classes, *facts])
+        return digest_of([self.kind, self.classes], facts)
 
     def name_of(self, index: int) -> str:
         return printable(self._paths[index])

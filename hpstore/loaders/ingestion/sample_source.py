@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import islice
+from itertools import chain, islice
+from json.encoder import encode_basestring_ascii
 from typing import TypeVar
 
 import numpy as np
@@ -210,11 +211,13 @@ def sliced(
             low, before = high, int(ends[high - 1])
 
 
-def digest_of(rows: Iterable[object]) -> str:
-    """A fingerprint of JSON rows."""
+def digest_of(rows: Iterable[object], files: Iterable[tuple[str, int, int]] = ()) -> str:
+    """A fingerprint of JSON rows, and of files behind them: (path, size, time), as JSON, too."""
     digest = hashlib.blake2b(digest_size=16)
     encode = json.JSONEncoder(sort_keys=True).encode
-    for some in batched(map(encode, rows), SLICED_ROWS):
+    # JSON of millions of files as the encoder has it, in a tenth of its time
+    lines = (f"[{encode_basestring_ascii(path)}, {size}, {time}]" for path, size, time in files)
+    for some in batched(chain(map(encode, rows), lines), SLICED_ROWS):
         digest.update("\n".join([*some, ""]).encode())
     return digest.hexdigest()
 
