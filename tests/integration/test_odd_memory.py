@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,62 @@ def test_a_freed_tensor_is_refused_where_it_ended_the_process(
         model.weight.untyped_storage().resize_(16)
         ckpt.restore({"m": model})
         assert torch.equal(model.weight, good.weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (freed, "'x/n' is a tensor whose storage was freed"),
+        (lambda: torch.ones(3, device="meta"), "'x/n' is a meta tensor"),
+        (lambda: torch.empty(0, device="meta"), "'x/n' is a meta tensor"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "'x/n' is a nested"),
+        (lambda: torch.eye(3).to_sparse_csr(), "'x/n' is a sparse_csr tensor"),
+        (lambda: torch.eye(3).to_sparse(), "'x/n' is a sparse_coo tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "a quantised"),
+    ],
+    ids=["freed", "meta", "empty", "nested", "csr", "coo", "quantised"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_one_odd_tensor_among_many_is_refused_by_its_name(
+    pool: hpstore.Pool, make: Callable[[], torch.Tensor], said: str
+) -> None:
+    """All tensors are looked at together, and in a state whose like was saved before, too."""
+    plain = {f"t{n}": torch.ones(3) for n in range(5)}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"x": {**plain, "n": torch.ones(3)}}).result()
+        with pytest.raises(CheckpointError, match=said):
+            ckpt.save(2, {"x": {**plain, "n": make()}})
+
+
+def test_a_steady_save_asks_each_tensor_for_its_address_once(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look for freed ones and the look for shared memory asked it twice: 10,000 tensors made
+    the stall longer."""
+    state = {f"t{n}": torch.ones(3) for n in range(5)}
+    asked: list[torch.Tensor] = []
+    ask = torch.Tensor.data_ptr
+
+    def count(tensor: torch.Tensor) -> int:
+        asked.append(tensor)
+        return ask(tensor)
+
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, state).result()
+        monkeypatch.setattr(torch.Tensor, "data_ptr", count)
+        ckpt.save(2, state).result()
+    assert [id(tensor) for tensor in asked] == [id(tensor) for tensor in state.values()]
+
+
+def test_an_array_under_the_path_of_a_tensor_is_refused(pool: hpstore.Pool) -> None:
+    """One took the place of the other, and both were restored from it."""
+    state = {"a/b": torch.zeros(2), "a": {"b": np.ones(2, np.float32)}}
+    said = "two tensors have the path 'a/b'"
+    with (
+        Checkpointer(pool, "run", rng=False) as ckpt,
+        pytest.raises(CheckpointError, match=said),
+    ):
+        ckpt.save(1, state)
 
 
 def test_an_empty_tensor_is_not_a_freed_one(pool: hpstore.Pool) -> None:

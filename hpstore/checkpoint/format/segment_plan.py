@@ -124,6 +124,7 @@ class Slice:
     items: tuple[Item, ...]
     tensors: Sequence[torch.Tensor]  # by item
     copies: tuple[int, ...]  # indices of the items to copy: each place once, none that is empty
+    small_count: int  # of the copies: the first are of items smaller than SMALL_ITEM_BYTES
     size: int
 
 
@@ -187,7 +188,8 @@ def _slice(chunks: list[Chunk]) -> Slice:
     return Slice(
         items=tuple(placed[n] for n in range(len(chunks))),
         tensors=[chunk.tensor for chunk in chunks],
-        copies=tuple(sorted(copies)),
+        copies=tuple(copies),
+        small_count=sum(chunks[n].nbytes < SMALL_ITEM_BYTES for n in copies),
         size=at,
     )
 

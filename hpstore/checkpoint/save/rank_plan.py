@@ -97,7 +97,7 @@ class Planner:
                 require(step)
             tree = encode_tree(collect(state, rng=self._rng), "", found)
             if self._ranks.world == 1 and self._layout is not None:
-                slices = self._layout.applied(found.tensors)
+                slices = self._layout.applied(found)
                 if slices is not None:
                     return Prepared(
                         tree=tree,
@@ -120,7 +120,7 @@ class Planner:
         slices = tuple(place(chunks, self.limit_bytes)) if chunks else ()
         if self._ranks.world == 1:
             plain = SliceLayout.fits(found.tensors)
-            self._layout = SliceLayout(found.tensors, slices) if plain else None
+            self._layout = SliceLayout(found, slices) if plain else None
         alone = self._ranks.world == 1
         within = fits_within(slices, self.within_bytes) if alone else self._together
         return Prepared(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hpstore.checkpoint.format.segment_plan import SMALL_ITEM_BYTES, Slice
+from hpstore.checkpoint.format.segment_plan import Slice
 from hpstore.checkpoint.save.accelerator import Accelerator, Arrival
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.checkpoint.save.copy_samples import Samples
@@ -59,13 +59,6 @@ def torn(name: str) -> CheckpointError:
     )
 
 
-def _may_wait(tensor: torch.Tensor, deferrable: frozenset[int]) -> bool:
-    """Small ones are copied at once: that is cheaper than to keep track of them."""
-    if tensor.nbytes < SMALL_ITEM_BYTES:
-        return False
-    return tensor.untyped_storage().data_ptr() in deferrable
-
-
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
@@ -90,7 +83,6 @@ class Staging:
         """
         self._gate, self._turn = gate, turn
         self._now: list[int] = []  # on the host, by number
-        self._small: list[int] = []  # likewise, too small to be worth a thread
         self._before: list[tuple[int, int]] = []  # versions of what is copied at once, by number
         self._staged, self._targets = staged, targets
         self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on a device, waited for
@@ -104,11 +96,11 @@ class Staging:
         self._lock = threading.Lock()  # guards _checked and _error
         self._error: BaseException | None = None
         self.visible_seconds = 0.0  # that the training thread waited in finish()
-        looks = MOST_SMALL  # left for small ones, on a device too
-        for n in staged.copies:
+        small = staged.copies[: staged.small_count]
+        for n in staged.copies[len(small) :]:
             source = staged.tensors[n]
             on_host = accelerator is None or not accelerator.holds(source)
-            if deferrable and _may_wait(source, deferrable):
+            if deferrable and source.untyped_storage().data_ptr() in deferrable:
                 copy = _Copy(
                     name=staged.items[n].name,
                     target=targets[n],
@@ -116,15 +108,19 @@ class Staging:
                     version=_version(source),
                 )
                 (self._later if on_host else self._beside).append(copy)
+                continue
+            self._before.append((n, _version(source)))
+            if on_host:
+                self._now.append(n)
             else:
-                small = staged.items[n].length < SMALL_ITEM_BYTES
-                if not small or looks:
-                    looks -= small
-                    self._before.append((n, _version(source)))
-                if on_host:
-                    (self._small if small else self._now).append(n)
-                else:
-                    self._there.append((targets[n], source))
+                self._there.append((targets[n], source))
+        # small ones are copied at once: that is cheaper than to keep track of them
+        self._before += [(n, _version(staged.tensors[n])) for n in small[:MOST_SMALL]]
+        self._small = small  # on the host, too small to be worth a thread
+        if accelerator is not None:
+            there = {n: accelerator.holds(staged.tensors[n]) for n in small}
+            self._small = tuple(n for n in small if not there[n])
+            self._there += [(targets[n], staged.tensors[n]) for n in small if there[n]]
 
     @property
     def deferred_bytes(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from hpstore.checkpoint.state.plain_tensors import is_freed
+from hpstore.checkpoint.state.plain_tensors import PLAIN_TYPES, is_freed
 from hpstore.checkpoint.state.random_state import can_continue, continue_source, kind_of
 from hpstore.checkpoint.state.state_tree import Absent, NamedValues, PerRank, Tree, field_names
 from hpstore.checkpoint.state.typed_objects import children_of, is_stateful, same_dict
@@ -200,7 +200,7 @@ def require_memory(path: str, target: Any) -> None:
             f"{path!r} is an expanded tensor: several of its elements are one place in memory. "
             "Give its clone(). Nothing was changed."
         )
-    if type(target) in (torch.Tensor, torch.nn.Parameter) and is_freed(target):
+    if type(target) in PLAIN_TYPES and is_freed(target):
         raise CheckpointMismatch(
             f"{path!r} is a tensor whose storage was freed: there is no memory to fill. Nothing "
             "was changed. Restore when whatever shards it has gathered it"

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.errors import CheckpointError
+
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})  # of nearly all tensors of a state
 
 _PARTS = {
     torch.sparse_coo: "x.coalesce().indices() and .values()",
@@ -79,3 +87,95 @@ def require_plain(tensor: torch.Tensor, where: str) -> None:
         f"{parts} and make it of them after restore(), or save .to_dense()"
         + (" (.dequantize() for this one)" if tensor.is_quantized else "")
     )
+
+
+def has_chunks(value: torch.Tensor) -> bool:
+    """Whether a tensor is in parts of which this rank has some, such as a DTensor."""
+    return hasattr(value, "__create_chunk_list__")
+
+
+def require_kind(value: torch.Tensor, path: str) -> None:
+    """Raise CheckpointError for a tensor of a type of its own that cannot be saved."""
+    if is_lazy(value):
+        raise CheckpointError(
+            f"state {path!r} is a parameter without a shape yet, of a lazy module: nothing was "
+            "written. Run the module once, or save what has run alone"
+        )
+    require_plain(value, f"state {path!r}")
+    if value.is_meta or isinstance(value, FakeTensor):
+        raise _without_values(value, path)
+    if is_traceable_wrapper_subclass(value) and not has_chunks(value):
+        raise CheckpointError(
+            f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
+            "not be saved as it is. Save these, or what it stands for, instead."
+        )
+
+
+def _require_values(value: torch.Tensor, path: str) -> None:
+    """Raise CheckpointError for a tensor of PLAIN_TYPES that cannot be saved."""
+    require_plain(value, f"state {path!r}")
+    if value.is_meta:
+        raise _without_values(value, path)
+    if is_freed(value):
+        raise CheckpointError(
+            f"state {path!r} is a tensor whose storage was freed, or that has none: it holds no "
+            "values now. Nothing was written. Save when whatever shards it has gathered it, or "
+            "save its shards"
+        )
+
+
+def _without_values(value: torch.Tensor, path: str) -> CheckpointError:
+    kind = "meta" if value.is_meta else "fake"
+    return CheckpointError(
+        f"state {path!r} is a {kind} tensor: it holds no values to save. Nothing was written"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorColumns:
+    """What many tensors are, asked of each once: 10,000 are a part of the stall of every save.
+
+    Equal columns are of tensors that look alike; where they lie is not compared.
+    """
+
+    kinds: list[type]
+    dtypes: list[torch.dtype]
+    shapes: list[torch.Size]
+    devices: list[torch.device]
+    addresses: list[int] = field(compare=False)  # 0 where there are no bytes, or are chunks
+
+
+def columns_of(tensors: Mapping[str, torch.Tensor]) -> TensorColumns:
+    """Columns of a state's tensors. Raises CheckpointError for one of PLAIN_TYPES, by its path,
+    that cannot be saved; require_kind() is for the others."""
+    values = list(tensors.values())
+    kinds = list(map(type, values))
+    try:
+        columns = TensorColumns(
+            kinds=kinds,
+            dtypes=[value.dtype for value in values],
+            shapes=[value.shape for value in values],
+            devices=[value.device for value in values],
+            addresses=list(
+                map(torch.Tensor.data_ptr if PLAIN_TYPES.issuperset(kinds) else _address, values)
+            ),
+        )
+    except RuntimeError:  # nested ones have no shape, those of torch.func or sparse no address
+        _require_all(tensors)
+        raise
+    if not all(map(_is_copied, set(columns.dtypes))):  # quantised ones are not, either
+        _require_all(tensors)
+    elif min(columns.addresses, default=_LOW_ADDRESS) < _LOW_ADDRESS:  # freed, meta or empty
+        low = (at < _LOW_ADDRESS for at in columns.addresses)
+        _require_all(dict(compress(tensors.items(), low)))
+    return columns
+
+
+def _require_all(tensors: Mapping[str, torch.Tensor]) -> None:
+    for path, value in tensors.items():
+        if type(value) in PLAIN_TYPES:
+            _require_values(value, path)
+
+
+def _address(value: torch.Tensor) -> int:
+    return 0 if has_chunks(value) else value.data_ptr()

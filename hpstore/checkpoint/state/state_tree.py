@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hpstore.checkpoint.state import pickled
-from hpstore.checkpoint.state.plain_tensors import is_freed, is_plain_tensor, require_plain
+from hpstore.checkpoint.state.plain_tensors import (
+    PLAIN_TYPES,
+    TensorColumns,
+    columns_of,
+    require_kind,
+)
 from hpstore.checkpoint.state.random_state import SOURCES, decode_source, encode_source, kind_of
 from hpstore.checkpoint.state.scalars import (
     TAG,
@@ -89,11 +91,22 @@ ABSENT = Absent()
 
 
 class CollectedTensors:
-    """Tensors met while encoding, by path, in order."""
+    """Tensors met while encoding, by path, in order. `columns`: of them, once all are met."""
 
     def __init__(self, *, rank: int = 0, allow_pickle: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.columns: TensorColumns
         self.rank, self.allow_pickle = rank, allow_pickle
+
+    def add(self, tensor: torch.Tensor, path: str) -> str:
+        """Note one; returns its path. Raises CheckpointError where that is the path of another."""
+        if path in self.tensors:
+            raise CheckpointError(
+                f"state: two tensors have the path {path!r}, as those of {{'a/b': x}} and {{'a': "
+                "{'b': y}} have one: rename one of them. Nothing was written."
+            )
+        self.tensors[path] = tensor
+        return path
 
 
 def join(path: str, name: object) -> str:
@@ -111,17 +124,29 @@ def require_depth(path: str, depth: int) -> None:
         )
 
 
-def encode_tree(value: Tree, path: str, found: CollectedTensors, depth: int = 0) -> Json:
+def encode_tree(value: Tree, path: str, found: CollectedTensors) -> Json:
     """JSON for `value`; its tensors go into `found`. Raises CheckpointError naming the path."""
+    tree = _encode(value, path, found, 0)
+    found.columns = columns_of(found.tensors)
+    return tree
+
+
+def _encode(value: Tree, path: str, found: CollectedTensors, depth: int) -> Json:
     require_depth(path, depth)
-    if isinstance(value, torch.Tensor):
-        return _encode_tensor(value, path, found)
     kind = type(value)
-    if kind is dict and TAG not in value and all(map(_is_plain_key, value)):
+    if kind is dict and TAG not in value and _has_plain_keys(value):
         if _all_json(value.values()):
             return dict(value)
-        start = f"{path}/" if path else ""  # the common case, without a call more a leaf
-        return {k: encode_tree(v, start + k, found, depth + 1) for k, v in value.items()}
+        start = f"{path}/" if path else ""
+        require_depth(path, depth + 1)  # once: there may be very many tensors in it
+        return {
+            k: {TAG: "tensor", "item": found.add(v, start + k)}
+            if type(v) in PLAIN_TYPES
+            else _encode(v, start + k, found, depth + 1)
+            for k, v in value.items()
+        }
+    if isinstance(value, torch.Tensor):
+        return _encode_tensor(value, path, found)
     if kind in JSON_TYPES:
         return _encode_plain(value, path)
     if kind is list:
@@ -217,13 +242,13 @@ def _encode_list(
     if kinds <= _ROWS and len(kinds) == 1 and _all_json(list(chain.from_iterable(value))):
         return [list(row) if kinds == {list} else {TAG: "tuple", "v": list(row)} for row in value]
     start = f"{path}/" if path else ""
-    return [encode_tree(v, f"{start}{i}", found, depth + 1) for i, v in enumerate(value)]
+    return [_encode(v, f"{start}{i}", found, depth + 1) for i, v in enumerate(value)]
 
 
 def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -> Json:
     """What is more than a number, text, list, tuple or dict."""
     if isinstance(value, PerRank):
-        mine = encode_tree(value.value, f"{path}@{found.rank}", found, depth + 1)
+        mine = _encode(value.value, f"{path}@{found.rank}", found, depth + 1)
         return {TAG: "ranks", "v": {str(found.rank): mine}}
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return {TAG: "ndarray", "item": _array_item(value, path, found)}
@@ -252,8 +277,8 @@ def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -
     return _refused(value, path, found)
 
 
-def _is_plain_key(key: object) -> bool:
-    return type(key) is str and key.isascii()
+def _has_plain_keys(value: Mapping[Any, Any]) -> bool:
+    return set(map(type, value)) <= {str} and all(map(str.isascii, value))
 
 
 def _is_unicode(text: str) -> bool:
@@ -263,45 +288,10 @@ def _is_unicode(text: str) -> bool:
         return False
 
 
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def _has_chunks(value: torch.Tensor) -> bool:
-    return hasattr(value, "__create_chunk_list__")
-
-
 def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> Json:
-    plain = type(value) in _PLAIN_TYPES
-    if not plain and is_lazy(value):
-        raise CheckpointError(
-            f"state {path!r} is a parameter without a shape yet, of a lazy module: nothing was "
-            "written. Run the module once, or save what has run alone"
-        )
-    if not is_plain_tensor(value):
-        require_plain(value, f"state {path!r}")
-    if value.is_meta or (not plain and isinstance(value, FakeTensor)):
-        kind = "meta" if value.is_meta else "fake"
-        raise CheckpointError(
-            f"state {path!r} is a {kind} tensor: it holds no values to save. Nothing was written"
-        )
-    if plain and is_freed(value):
-        raise CheckpointError(
-            f"state {path!r} is a tensor whose storage was freed, or that has none: it holds no "
-            "values now. Nothing was written. Save when whatever shards it has gathered it, or "
-            "save its shards"
-        )
-    if not plain and is_traceable_wrapper_subclass(value) and not _has_chunks(value):
-        raise CheckpointError(
-            f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
-            "not be saved as it is. Save these, or what it stands for, instead."
-        )
-    if path in found.tensors:
-        raise CheckpointError(
-            f"state: two tensors have the path {path!r}, as those of {{'a/b': x}} and {{'a': "
-            "{'b': y}} have one: rename one of them. Nothing was written."
-        )
-    found.tensors[path] = value
-    return {TAG: "tensor", "item": path}
+    if type(value) not in PLAIN_TYPES:
+        require_kind(value, path)
+    return {TAG: "tensor", "item": found.add(value, path)}
 
 
 def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors) -> str:
@@ -314,10 +304,10 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors)
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     try:
-        found.tensors[path] = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
+        tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
     except TypeError as error:
         raise CheckpointError(f"state {path!r}: {error}") from error
-    return path
+    return found.add(tensor, path)
 
 
 def _encode_mapping(
@@ -330,11 +320,11 @@ def _encode_mapping(
                 raise CheckpointError(
                     f"state {path!r} has the key {key!r}, text with half a surrogate pair"
                 )
-        return {k: encode_tree(v, join(path, k), found, depth + 1) for k, v in value.items()}
+        return {k: _encode(v, join(path, k), found, depth + 1) for k, v in value.items()}
     rows = [
         [
-            encode_tree(k, f"{path} (key)", found, depth + 1),
-            encode_tree(v, join(path, k), found, depth + 1),
+            _encode(k, f"{path} (key)", found, depth + 1),
+            _encode(v, join(path, k), found, depth + 1),
         ]
         for k, v in value.items()
     ]

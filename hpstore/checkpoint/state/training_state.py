@@ -27,6 +27,7 @@ from hpstore.checkpoint.state.fill_objects import (
 )
 from hpstore.checkpoint.state.module_state import load_module, loads_its_own_way, module_state
 from hpstore.checkpoint.state.optimizers import check_optimizer, load_optimizer, saved_optimizer
+from hpstore.checkpoint.state.plain_tensors import PLAIN_TYPES
 from hpstore.checkpoint.state.random_state import kind_of
 from hpstore.checkpoint.state.state_tree import (
     JSON_TYPES,
@@ -51,7 +52,7 @@ _NOTHING = object()  # where a name is not there
 
 def require_state(state: object) -> None:
     """Raise ConfigError for what is not a state at all."""
-    if not isinstance(state, Mapping) or not all(type(name) is str for name in state):
+    if not isinstance(state, Mapping) or not set(map(type, state)) <= {str}:
         raise ConfigError(
             f"a state is a dict with str names, such as {{'model': model}}, not a "
             f"{type(state).__name__}. Nothing was changed."
@@ -64,7 +65,10 @@ def collect(state: State, *, rng: bool) -> dict[str, Any]:
     if rng and RNG_KEY in state:
         raise CheckpointError(f"the name {RNG_KEY!r} is taken by the RNG states")
     names = Names(state)
-    found = {name: _collect_value(name, value, names) for name, value in state.items()}
+    found = {
+        name: value if type(value) in PLAIN_TYPES else _collect_value(name, value, names)
+        for name, value in state.items()
+    }
     if rng:
         found[RNG_KEY] = PerRank(rng_state())
     return found
@@ -91,10 +95,11 @@ def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
     if isinstance(value, dict):
         if is_plain(value.values()):
             return value
-        entries = (
-            (k, _collect_value(join(path, k), v, names, depth + 1)) for k, v in value.items()
-        )
-        return same_dict(value, dict(entries))
+        entries = {
+            k: v if type(v) in PLAIN_TYPES else _collect_value(join(path, k), v, names, depth + 1)
+            for k, v in value.items()
+        }
+        return same_dict(value, entries)
     if type(value) in (list, tuple, deque):
         parts = [_collect_value(join(path, i), v, names, depth + 1) for i, v in enumerate(value)]
         return deque(parts, value.maxlen) if isinstance(value, deque) else type(value)(parts)
