@@ -130,12 +130,14 @@ def test_files_are_read_whole(library: bool, tmp_path: Path) -> None:
     names = [os.fsdecode(b"n\xff"), "empty", "grown", "shrunk"]
     for name, size in zip(names, [5, 0, 9, 2], strict=True):
         (tmp_path / name).write_bytes(name.encode(errors="surrogateescape")[:1] * size)
-    paths = [str(tmp_path / name) for name in [*names, "gone", "."]]
-    rooms = np.array([6, 1, 6, 6, 6, 6])
+    os.mkfifo(tmp_path / "fifo")  # came in place of a file that was listed
+    paths = [str(tmp_path / name) for name in [*names, "gone", ".", "fifo"]]
+    rooms = np.array([6, 1, 6, 6, 6, 6, 6])
     out = np.zeros(int(rooms.sum()), np.uint8)
     got = read_files(paths, out, np.cumsum(rooms) - rooms, rooms)
     assert got.tolist()[:5] == [5, 0, 6, 2, -2]
     assert got[5] < 0  # a folder
+    assert got[6] < 0  # it is not waited at
     assert out.tobytes()[:13] == b"nnnnn\0\0gggggg"
     assert read_files([], out, np.empty(0, np.int64), np.empty(0, np.int64)).tolist() == []
 

@@ -50,7 +50,7 @@ void hpstore_read_files_1(const char *paths, const int64_t *begins, const int64_
     for (int64_t i = 0; i < count; i++) {
         int file;
         do
-            file = open(paths + begins[i], O_RDONLY | O_CLOEXEC);
+            file = open(paths + begins[i], O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a FIFO, too */
         while (file < 0 && errno == EINTR);
         if (file < 0) {
             got[i] = -errno;
