@@ -154,6 +154,22 @@ def test_a_pipeline_is_filled_up_by_the_quarter() -> None:
     pipeline.close()
 
 
+def test_the_samples_of_a_piece_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch that was taken counted those of all that were ahead, twice."""
+    counted = list[int]()
+
+    def count(piece: BatchPiece) -> int:
+        counted.append(piece.start)
+        return piece.stop - piece.start
+
+    monkeypatch.setattr(BatchPiece, "samples", property(count))
+    pipeline = Pipeline(numbered(40), lambda piece: piece.start, depth=8, threads=1)
+    for _ in range(40):
+        pipeline.take()
+    pipeline.close()
+    assert counted == list(range(40))
+
+
 def of_sizes(*sizes: int) -> Iterator[BatchPiece]:
     ends = list(itertools.accumulate(sizes, initial=0))
     places = enumerate(itertools.pairwise(ends))

@@ -32,12 +32,14 @@ class _Job(Generic[T]):
     """A piece and what becomes of it: a future without callbacks, a condition and their locks.
 
     Who takes a batch makes the job for another one, with cold caches after each training step.
+    `weight`: samples that count for the depth.
     """
 
-    __slots__ = ("_busy", "done", "done_at", "error", "made", "piece")
+    __slots__ = ("_busy", "done", "done_at", "error", "made", "piece", "weight")
 
-    def __init__(self, piece: BatchPiece) -> None:
-        self.piece, self.done, self.done_at = piece, False, 0.0
+    def __init__(self, piece: BatchPiece, weight: int) -> None:
+        self.piece, self.weight = piece, weight
+        self.done, self.done_at = False, 0.0
         self.made: T | None = None
         self.error: BaseException | None = None
         self._busy = threading.Lock()  # held until it is done
@@ -157,7 +159,7 @@ class Pipeline(Closing, Generic[T]):
 
     def _top_up(self, taken: _Job[T] | None = None) -> None:
         """Fill up, as if `taken` were gone."""
-        gone = self._weight(taken) if taken else 0
+        gone = taken.weight if taken else 0
         if self._places(gone) > self._low:
             return
         most = self._depth + 1 + (taken is not None)  # however small they are
@@ -171,18 +173,15 @@ class Pipeline(Closing, Generic[T]):
                 raise
             if piece is None:
                 return
-            job = _Job[T](piece)
+            job = _Job[T](piece, min(piece.samples, self._rows))
             self._flying.append(job)
             self._held.append(job)
-
-    def _weight(self, job: _Job[T]) -> int:
-        return min(job.piece.samples, self._rows)
 
     def _places(self, gone: int) -> int:
         """How many batches of `rows` samples are in flight, rounded. Counted anew: an interrupt
         could leave a count behind that is too high, and the order would end early.
         """
-        samples = sum(self._weight(job) for job in self._flying)
+        samples = sum([job.weight for job in self._flying])
         return (samples - gone + self._rows // 2) // self._rows
 
     def close(self) -> None:
