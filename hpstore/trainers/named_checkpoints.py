@@ -2,7 +2,8 @@
 
     <prefix>/saves/...          checkpoints, numbered as they were made
     <prefix>/names/<name>       which of them a name means: its put is what makes a save visible
-    <prefix>/doubtful/<number>  may be left over from a crash: judged after the next save
+    <prefix>/doubtful/<number>  may be left over from a crash: judged after the next save. With
+                                tiers the last note stays: its number is not given again
 
 A checkpoint is deleted only after its name was read and means another one, or none. Names are put
 under the claim of the run while its fence is this session's, as manifests are (PROTOCOL 18): a
@@ -175,10 +176,17 @@ class NamedCheckpoints(Closing):
         return number
 
     def _next_number(self) -> int:
+        """One that no checkpoint has had, in a tier that cannot be listed now either: a copy takes
+        the place of what has its number there."""
         if self._number is None:
             known = [*self._checkpoints.steps(), *(n.number for n in self._named())]
+            known += map(_number_of, self._doubtful())
             self._number = max(known, default=-1)
         return self._number + 1
+
+    def _doubtful(self) -> list[str]:
+        """Keys of the notes of doubtful checkpoints, the oldest first."""
+        return sorted(self.pool.list(f"{self.prefix}/doubtful/"))
 
     def _publish(
         self, named: Named, handle: SaveHandle, durable: Callable[[], None] | None
@@ -262,12 +270,16 @@ class NamedCheckpoints(Closing):
                 del self._postponed[name]
                 if removed is not None:
                     removed()
-            doubted = [self._seen(key) for key in self.pool.list(f"{self.prefix}/doubtful/")]
+            notes = self._doubtful()
+            doubted = [self._seen(key) for key in notes]
             if self._fenced:  # after the look: what others begin from now on is not in it
                 self._require_mine()
+            kept = notes[-1:] if self._checkpoints.saver.tiers.catalogs else []
             for key, named, version in doubted:
                 if named.number in self._settled or self._fenced:
-                    self._judge(key, named, version)
+                    over = self._judge(named, version)
+                    if over and key not in kept:
+                        self.pool.delete(key)
         except (HpstoreError, OSError) as error:
             _log.warning("removals under %r are postponed: %s", self.prefix, error)
 
@@ -289,19 +301,19 @@ class NamedCheckpoints(Closing):
         manifest = manifest_key(f"{self.prefix}/{SAVES}", doubted.number)
         return key, doubted, existing_version(self.pool, manifest)
 
-    def _judge(self, key: str, doubted: Named, version: str | None) -> None:
-        """Delete a doubtful checkpoint, unless its name means it."""
+    def _judge(self, doubted: Named, version: str | None) -> bool:
+        """Delete a doubtful checkpoint, unless its name means it; False when that must wait."""
         current = self._decided(doubted)  # raises when that is not certain
         meant = current is not None and current.number == doubted.number
         catalog = self._checkpoints.steps.catalogs[0]
         if not meant and version is not None and catalog.counts(doubted.number, version):
             if doubted.number in self._checkpoints.saver.tiers.held().values():
                 self._until_copied = True
-                return
+                return False
             if doubted.number in catalog.protected().values():
-                return
+                return False
             remove_steps(catalog, [doubted.number], {doubted.number: version})
-        self.pool.delete(key)
+        return True
 
     def _decided(self, doubted: Named) -> Named | None:
         """What a name means, and no put that another session had begun changes it any more."""
@@ -475,6 +487,12 @@ class NamedCheckpoints(Closing):
         if self._until_copied and self._whole:
             self._checkpoints.tiers.wait()
             self._tidy()
+
+
+def _number_of(note: str) -> int:
+    """Of the checkpoint that a note is about, by its key."""
+    text = note.rpartition("/")[2]
+    return int(text) if text.isascii() and text.isdigit() else -1
 
 
 def _await(handle: SaveHandle) -> None:

@@ -15,7 +15,7 @@ import hpstore
 from hpstore.checkpoint import Checkpointer, Tier
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
-from hpstore.errors import CheckpointError, ConfigError
+from hpstore.errors import CheckpointError, ConfigError, TooFewDevices
 from hpstore.pool.pool import Pool
 from hpstore.trainers.named_checkpoints import NamedCheckpoints
 from hpstore.trainers.tier_names import leads_job
@@ -93,7 +93,35 @@ def test_what_leaves_the_first_pool_stays_in_the_tier_by_its_own_rule(
         assert numbers_in(cold) == [2, 3, 4, 5]
         assert named.names() == ["s2", "s3", "s4", "s5"]
         assert named.load("s3")["n"] == 3
-    assert not [key for key in pool.list("run/") if "doubtful" in key]
+    assert [key for key in pool.list("run/") if "doubtful" in key] == [f"run/doubtful/{5:012d}"]
+
+
+def test_a_number_is_not_given_again_while_a_tier_cannot_be_listed(
+    pool: Pool, cold: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest left the first pool: else its copy would be replaced by the next save's."""
+    tiers = [Tier(pool=cold)]
+    with NamedCheckpoints(pool, "run", tiers=tiers) as named:
+        save(named, "a", 1)
+        save(named, "b", 2)
+        named.remove("b")
+        named.wait()
+        assert numbers_in(pool) == [0]
+    listed = StepCatalog.all
+
+    def away(catalog: StepCatalog) -> list[int]:
+        if catalog.pool is cold:
+            raise TooFewDevices("away")
+        return listed(catalog)
+
+    with NamedCheckpoints(pool, "run", tiers=tiers) as named:
+        monkeypatch.setattr(StepCatalog, "all", away)
+        named.save("c", state(3))
+        named.wait()
+        monkeypatch.undo()
+        save(named, "d", 4)
+        assert numbers_in(pool) == [0, 2, 3]
+        assert named.load("b")["n"] == 2
 
 
 def test_a_checkpoint_that_is_removed_before_its_copy_stays_until_then(
