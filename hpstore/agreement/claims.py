@@ -164,9 +164,20 @@ class KeyClaim:
 
         What was not answered for certain is asked again: the record says what became of it.
         """
-        mine, self.held = self.held, False
-        if not mine:
+        if not self.held:
             raise ClaimLost(f"the claim of {self._key!r} was taken over")
+        try:
+            self.let_go()
+        except RegistersUnavailable:
+            self._free()
+
+    def let_go(self) -> None:
+        """Give it back for others not to wait, asking once: what is not given back is free when it
+        has stood still. Raises as give_back()."""
+        self.held = False
+        self._free()
+
+    def _free(self) -> None:
         given = f"given back {self._nonce}"
 
         def change(state: _State, _: Register) -> _State | None:
@@ -174,10 +185,6 @@ class KeyClaim:
                 return None
             return _State(counter=state.counter, nonce="", owner=given)
 
-        try:
-            register = self._update(change)
-        except RegistersUnavailable:
-            register = self._update(change)
-        state = _State.of(register)
+        state = _State.of(self._update(change))
         if state.nonce or state.owner != given:
             raise ClaimLost(f"the claim of {self._key!r} was taken over")

@@ -130,8 +130,14 @@ class SwapRegisters:
                     return False
             except RegistersUnavailable as error:
                 unsure, reason = True, str(error)
+            except RegistersForeign as error:  # this try was refused; one before was not answered
+                if not unsure:
+                    raise
+                raise self._unclear(name, what, str(error)) from error
             try:
                 now = self.store.read(name, self._left(until))
+            except RegistersForeign as error:
+                raise self._unclear(name, what, str(error)) from error
             except RegistersUnavailable as error:
                 reason = str(error)
             else:
@@ -139,12 +145,16 @@ class SwapRegisters:
                     return self._made(name, made, self._decode(now, name), what)
                 reason = "it was not answered, and has not happened yet"
             if self.clock.monotonic() >= until:
-                raise RegistersUnavailable(
-                    f"{what}: a change of register {name} in {self.where} may be made or not: "
-                    f"{reason}. Objects are untouched; bring the registers back and try again."
-                )
+                raise self._unclear(name, what, reason)
             self.clock.wait(pause)
             pause = min(_POLL_SECONDS[1], 2 * pause)
+
+    def _unclear(self, name: str, what: str, reason: str) -> RegistersUnavailable:
+        """For a change of which no answer came."""
+        return RegistersUnavailable(
+            f"{what}: a change of register {name} in {self.where} may be made or not: "
+            f"{reason}. Objects are untouched; bring the registers back and try again."
+        )
 
     def _made(self, name: str, made: Envelope, now: Envelope, what: str) -> bool:
         """Whether a change is among those that led to the record of now."""

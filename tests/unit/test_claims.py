@@ -98,3 +98,19 @@ def test_an_answer_that_was_lost_is_asked_for_again(registers: LocalRegisters) -
     assert lost[0] == 2
     with pytest.raises(ClaimLost):
         claim.give_back()
+
+
+def test_a_claim_of_a_put_that_failed_is_let_go_by_one_try(registers: LocalRegisters) -> None:
+    """While registers do not answer each try takes its whole deadline, and the claim is free after
+    its time anyway."""
+    claim = Process(registers).claims.take("k")
+    tries = [0]
+
+    def update(name: str, change: object, *, what: str) -> Register:
+        tries[0] += 1
+        raise RegistersUnavailable("away")
+
+    registers.update = update  # type: ignore[method-assign]
+    with pytest.raises(RegistersUnavailable):
+        claim.let_go()
+    assert (tries, claim.held) == ([1], False)

@@ -110,6 +110,27 @@ def test_what_cannot_be_asked_for_raises_in_time_and_says_whether_it_may_have_ha
     assert look(process(shared), NAME).value == b"1"
 
 
+@pytest.mark.parametrize("operation", ["read", "swap"])
+def test_rights_that_end_during_a_swap_do_not_say_that_nothing_was_changed(operation: str) -> None:
+    """It was done and not answered; when it is looked for, the caller's certificate has ended."""
+    shared = MemoryRecords()
+    a = process(shared, plan("lost" if operation == "read" else "down"))
+    plain = getattr(a.store, operation)
+    asked = [0]
+
+    def refused(*args: object) -> object:
+        asked[0] += 1
+        if asked[0] > 1:
+            raise RegistersForeign("it has ended. Nothing was changed.")
+        return plain(*args)
+
+    setattr(a.store, operation, refused)
+    with pytest.raises(RegistersUnavailable, match="may be made or not"):
+        add_one(a, NAME)
+    with pytest.raises(RegistersForeign):
+        add_one(a, NAME)
+
+
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -10,9 +10,16 @@ from typing import TypeVar
 
 import pytest
 
+from hpstore.agreement.claims import KeyClaim
 from hpstore.devices.base import Device, DirectoryEntry
 from hpstore.devices.wrappers import DeviceWrapper
-from hpstore.errors import MembershipError, ObjectNotFound, VersionConflict
+from hpstore.errors import (
+    MembershipError,
+    ObjectNotFound,
+    RegistersForeign,
+    RegistersUnavailable,
+    VersionConflict,
+)
 from hpstore.format.keys import object_directory
 from hpstore.format.records import POOL_FILE, DeviceState
 from hpstore.maintenance.rebuild import Progress
@@ -49,6 +56,23 @@ class NothingOnce(DeviceWrapper):
             self._asked.add(self.url)
             return []
         return super().entries(path)
+
+
+def test_a_put_whose_acknowledgement_is_refused_does_not_say_that_nothing_was_changed_rule_6(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rights in the registers that end during a put: its columns are there by then."""
+
+    def refused(_: KeyClaim) -> None:
+        raise RegistersForeign("the certificate has ended. Nothing was changed.")
+
+    with Harness(tmp_path, data=2, parity=1, devices=4).open() as pool:
+        monkeypatch.setattr(KeyClaim, "give_back", refused)
+        with pytest.raises(RegistersUnavailable, match="may have been stored") as told:
+            pool.put("k", b"x", if_absent=True)
+        assert told.value.maybe_visible
+        assert "Nothing was changed" not in str(told.value)
+        assert bytes(pool.get("k")) == b"x"
 
 
 def test_a_delete_that_is_finished_does_not_beat_a_put_that_came_meanwhile_rule_1(

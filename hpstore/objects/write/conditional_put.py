@@ -8,7 +8,13 @@ from functools import partial
 
 from hpstore.agreement.claims import ClaimLost, Claims, KeyClaim
 from hpstore.agreement.registers import key_register
-from hpstore.errors import HpstoreError, LockTimeout, RegistersUnavailable, VersionConflict
+from hpstore.errors import (
+    HpstoreError,
+    LockTimeout,
+    RegistersForeign,
+    RegistersUnavailable,
+    VersionConflict,
+)
 from hpstore.format.column_header import Metadata
 from hpstore.format.keys import Kind, Version
 from hpstore.objects.context import PATIENCE, PoolContext
@@ -211,18 +217,21 @@ def _acknowledge(claim: KeyClaim, key: str, version: Version) -> None:
         lost = _WrittenInVain(str(error))
         lost.version = version
         raise lost from error
-    except (RegistersUnavailable, LockTimeout) as error:
-        raise RegistersUnavailable(
-            f"put of {key!r} may have been stored, and is not acknowledged: {error} Read it "
+    except (RegistersUnavailable, RegistersForeign, LockTimeout) as error:
+        reason = str(error).partition(" Nothing was changed")[0]  # in the registers, that is
+        untold = RegistersUnavailable(
+            f"put of {key!r} may have been stored, and is not acknowledged: {reason} Read it "
             "before you put it again.",
             key=key,
-        ) from error
+        )
+        untold.maybe_visible = True
+        raise untold from error
 
 
 def _drop(store: PoolContext, claim: KeyClaim) -> None:
     """Give back what is still held, so that others need not wait; they do if that fails."""
     try:
         if claim.held:
-            claim.give_back()
+            claim.let_go()
     except HpstoreError:
         store.metrics.count("claim_not_given_back_total")
