@@ -6,7 +6,8 @@ import logging
 import math
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -196,17 +197,19 @@ def evict_members(
         confirm()
         closed = dict.fromkeys(leaving, DeviceState.DRAINING)
         commit_record(store, with_states(store.view.record, closed), {}, force=force)
-        refresh()
-        judged, now = store.view.record, store.clock.wall_ms()
-        if not force:
-            if keys := endangered(store, leaving, emptied=emptied):
-                raise MembershipError(
-                    f"{len(keys)} objects need {what} to be readable, among them "
-                    f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild first."
-                )
-            keep_debts(store, leaving)
-        record = without_members(judged, leaving, state, now)  # refused if it has moved
-        confirm()
+        with _opened_again_if_stopped(store, members, refresh):
+            refresh()
+            judged, now = store.view.record, store.clock.wall_ms()
+            if not force:
+                if keys := endangered(store, leaving, emptied=emptied):
+                    raise MembershipError(
+                        f"{len(keys)} objects need {what} to be readable, among them "
+                        f"{', '.join(keys[:_NAMED])}. Nothing was changed. Drain it, or rebuild "
+                        "first."
+                    )
+                keep_debts(store, leaving)
+            record = without_members(judged, leaving, state, now)  # refused if it has moved
+            confirm()
         commit_record(store, record, {}, force=force)
     except UnclearChange:
         raise  # one more record, of a higher generation, could beat what is committed meanwhile
@@ -214,6 +217,23 @@ def evict_members(
         _open_again(store, members, refresh)
         raise
     refresh()
+
+
+@contextmanager
+def _opened_again_if_stopped(
+    store: PoolContext, members: Sequence[Member], refresh: Callable[[], None]
+) -> Iterator[None]:
+    """Between two memberships of an eviction: Ctrl-C leaves the devices as they were, too.
+
+    Ctrl-C within a commit leaves what a crash there leaves: which membership counts is unclear.
+    """
+    try:
+        yield
+    except HpstoreError:
+        raise  # the caller's affair
+    except BaseException:
+        _open_again(store, members, refresh)
+        raise
 
 
 def _require_enough_left(

@@ -218,6 +218,26 @@ def test_a_device_that_is_taken_back_in_mid_drain_stays(tmp_path: Path) -> None:
         assert member.state is DeviceState.ONLINE
 
 
+def test_ctrl_c_between_the_two_memberships_of_an_eviction_leaves_the_device_as_it_was(
+    tmp_path: Path,
+) -> None:
+    """The look at what depends on it takes minutes; closed for new columns, it would stay so."""
+    asked = []
+
+    def stopped() -> None:
+        asked.append(None)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    with Harness(tmp_path, data=2, parity=1, devices=5).open() as pool:
+        member = pool.admin.record.members[0]
+        with pytest.raises(KeyboardInterrupt):
+            pool.admin.devices.evict(member.device_id, confirm=stopped)
+        assert pool.admin.record.member(member.device_id) == member
+        pool.admin.devices.evict(member.device_id)
+        assert pool.admin.record.member(member.device_id) is None
+
+
 def test_a_drain_takes_what_can_leave_past_what_cannot(tmp_path: Path) -> None:
     """One object that is beyond repair keeps the device draining, not the others on it."""
     harness = Harness(tmp_path, data=2, parity=1, devices=5)
