@@ -14,7 +14,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeGuard
 
 from hpstore.devices.horizon_guard import HorizonPassed, RecordReplaced
 from hpstore.devices.link_counters import LinkCounters, counted
@@ -45,6 +45,7 @@ from hpstore.format.host_calls import (
 )
 from hpstore.runtime.forks import call_in_children
 from hpstore.runtime.http_heads import MOST_HEAD_BYTES, Head, answer_head
+from hpstore.runtime.lacks import note_lack
 from hpstore.runtime.open_file_limit import exhausted_hint, note_exhausted
 from hpstore.runtime.wire_stream import WireStream
 
@@ -159,7 +160,9 @@ class HostLinks:
             stream = self._take(limit, fresh=last)
             args = args if not (last and into is not None) else {**(args or {}), "whole": True}
             try:
-                status, found = self._exchange(stream, operation, args or {}, bodies, into, limit)
+                status, found, ends = self._exchange(
+                    stream, operation, args or {}, bodies, into, limit
+                )
             except HpstoreError:
                 stream.close()
                 raise
@@ -175,6 +178,8 @@ class HostLinks:
                 raise
             else:
                 self._doubted = False
+                if status == REFUSED and ends and not last:
+                    continue  # the certificate of then has ended, and may have been renewed
                 if status != 200:
                     self._raise_answer(operation, status, found)
                 return found
@@ -216,8 +221,8 @@ class HostLinks:
         seconds: float,
         *,
         keep: bool = True,
-    ) -> tuple[int, bytes]:
-        """The status and the body of the answer."""
+    ) -> tuple[int, bytes, bool]:
+        """The status and the body of the answer, and whether the connection ends with it."""
         stream.limit(seconds)
         closed = self._closing()
         try:
@@ -235,9 +240,10 @@ class HostLinks:
             raise self._nonsense(operation, error) from error
         stream.limit(seconds)
         found = self._body(stream, head, into, operation)
+        ends = head.fields.get("connection", "").lower() == "close"
         if keep:
-            self._put_back(stream, head)
-        return head.status, found
+            self._put_back(stream, ends=ends)
+        return head.status, found, ends
 
     def _head(
         self, operation: str, args: Json, closed: list[str], nbytes: int, seconds: float
@@ -308,8 +314,7 @@ class HostLinks:
             sock.close()
             raise
 
-    def _put_back(self, stream: WireStream, head: Head) -> None:
-        ends = head.fields.get("connection", "").lower() == "close"
+    def _put_back(self, stream: WireStream, *, ends: bool) -> None:
         with self._lock:
             keep = not ends and len(self._idle) < _KEPT_IDLE
             if keep:
@@ -328,8 +333,13 @@ class HostLinks:
         if status == GONE:
             raise HandleGone(f"device {self.url}: {text}", device=self.url)
         if status == REFUSED:
-            raise DeviceDenied(f"device {self.url}: {text}", device=self.url)
+            raise self._denied(f"device {self.url}: {text}")
         raise self.error_of(name if status == FAILED or name != ABSENT else "", text)
+
+    def _denied(self, text: str) -> DeviceDenied:
+        """What this process may not do there, noted as a lack of it."""
+        note_lack(DeviceDenied, text)
+        return DeviceDenied(text, device=self.url)
 
     def error_of(self, name: str, text: str) -> Exception:
         """What the service says of a call that failed, as an error of here."""
@@ -360,12 +370,11 @@ class HostLinks:
                 f"{operation} was not tried on device {self.url}: {exhausted_hint()}",
                 device=self.url,
             ) from error
-        if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        if _is_refused(error, again=again):
             reason = getattr(error, "verify_message", "") or error.reason or str(error)
-            raise DeviceDenied(
+            raise self._denied(
                 f"device {self.url}: {operation} was refused by TLS: {reason}. Look at the "
-                "certificates of this user and of the host; `hpstore host init` makes them",
-                device=self.url,
+                "certificates of this user and of the host; `hpstore host init` makes them"
             ) from error
         reason = error.strerror or str(error)
         done = "" if again else " What was called may have happened."
@@ -387,3 +396,11 @@ class HostLinks:
     def __del__(self) -> None:
         """Readers that outlive their device make connections that only they use."""
         self.close()
+
+
+def _is_refused(error: OSError, *, again: bool) -> TypeGuard[ssl.SSLError]:
+    """Whether TLS let no call through. In the middle of an exchange only the other side's word for
+    it is certain: it reads no call before it has let the caller in."""
+    if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
+        return False
+    return again or "ALERT" in (error.reason or "")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from hpstore.errors import ConfigError, DeviceError
+from hpstore.format.host_calls import MOST_BODY_BYTES
 from hpstore.format.record_calls import HostRecord, RecordSwap
 
 T = TypeVar("T")
@@ -60,13 +61,25 @@ class RecordFile:
                 "look at its rights and its disk"
             ) from error
 
-    def read(self, names: Sequence[str]) -> list[HostRecord]:
-        """Records as they are now, all at one time. Raises DeviceError."""
+    def read(self, names: Sequence[str], *, most_bytes: int = MOST_BODY_BYTES) -> list[HostRecord]:
+        """Records as they are now, all at one time. Raises DeviceError, also where they hold more
+        than so many bytes together."""
 
         def look() -> list[HostRecord]:
+            if self._bytes(names) > most_bytes:
+                raise DeviceError(f"these registers have more than {most_bytes} bytes now")
             return [self._record(name) for name in names]
 
         return self._transaction("BEGIN", look)
+
+    def nbytes(self, names: Sequence[str]) -> int:
+        """What records hold now, together. Raises DeviceError."""
+        return self._transaction("BEGIN", lambda: self._bytes(names))
+
+    def _bytes(self, names: Sequence[str]) -> int:
+        asked = "SELECT length(data) FROM records WHERE name = ?"
+        rows = (self._file.execute(asked, (name,)).fetchone() for name in names)
+        return sum(row[0] for row in rows if row is not None)
 
     def swap(self, swaps: Sequence[RecordSwap]) -> bool:
         """Make all of these changes, durably, or, where a record is of another revision, none.

@@ -7,6 +7,7 @@ pieces. What does not fit ends the connection.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
@@ -129,7 +130,8 @@ class ServedConnection:
             if isinstance(error, IntegrityError):
                 return self._refuse(_MALFORMED, error)
             return self._answer_error(error)
-        return self._carry_out(disk, operation, request, left)
+        with contextlib.ExitStack() as reserved:  # memory for the answer
+            return self._carry_out(disk, operation, request, left, reserved)
 
     def _admitted(self, head: Head) -> tuple[ExportedDisk, DiskOperation, Request]:
         """What a request asks for. Raises IntegrityError for another form, DeviceError for what is
@@ -160,7 +162,12 @@ class ServedConnection:
         return disk, operation, request
 
     def _carry_out(
-        self, disk: ExportedDisk, operation: DiskOperation, request: Request, left: list[int]
+        self,
+        disk: ExportedDisk,
+        operation: DiskOperation,
+        request: Request,
+        left: list[int],
+        reserved: contextlib.ExitStack,
     ) -> bool:
         """Do it and answer. `left`: bytes of the body that were not received yet."""
         try:
@@ -171,7 +178,7 @@ class ServedConnection:
                 self._write(disk, request, left)
                 found = b""
             elif operation.of_host:
-                found = self._of_host(operation.of_host, request, self._body(left))
+                found = self._of_host(operation.of_host, request, self._body(left), reserved)
             else:
                 found = self._run(disk, operation, request, left)
         except _Cut:
@@ -198,13 +205,20 @@ class ServedConnection:
         with disk.call(self._left_seconds()) as device:
             return operation.run(device, self._shared.sessions, whole)
 
-    def _of_host(self, operation: str, request: Request, body: bytes) -> bytes:
+    def _of_host(
+        self, operation: str, request: Request, body: bytes, reserved: contextlib.ExitStack
+    ) -> bytes:
         """What is about no disk, or about several: these are looked at on threads of theirs, so
         that one which hangs keeps none of the answer."""
+
+        def reserve(nbytes: int) -> None:
+            if nbytes > _PLAIN_BODY_BYTES:
+                reserved.callback(self._lease(nbytes).release)
+
         if operation == DATA_PORT:
             return encode_json(self._shared.data_port)
         if operation != LOOK:
-            return use_records(self._shared.records, operation, self._role, body)
+            return use_records(self._shared.records, operation, self._role, body, reserve)
         looks = self._shared.looks.look(
             decode_wanted(body), usage=request.args["usage"] is True, seconds=self._left_seconds()
         )

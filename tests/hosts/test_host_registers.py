@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +29,7 @@ from hpstore.errors import (
 )
 from hpstore.format.record_calls import HostRecord, RecordSwap
 from hpstore.hosts import record_file
+from hpstore.hosts.host_limits import HostLimits
 from hpstore.hosts.host_service import HostService
 from hpstore.hosts.record_file import FILE, RecordFile
 from hpstore.runtime.mutual_tls import TlsFiles
@@ -118,6 +121,15 @@ def test_registers_have_a_limit(file: RecordFile, monkeypatch: pytest.MonkeyPatc
         file.swap([swap(OTHER, 0)])
     (one,) = file.read([NAME])
     assert file.swap([swap(NAME, one.revision)])
+
+
+def test_what_is_read_at_once_has_a_limit(file: RecordFile) -> None:
+    """Also of one register that is asked for often: each is in the answer."""
+    file.swap([swap(NAME, 0, b"x" * 1000), swap(OTHER, 0, b"y" * 500)])
+    assert file.nbytes([NAME, OTHER, NAME]) == 2500
+    assert len(file.read([NAME, OTHER], most_bytes=1500)) == 2
+    with pytest.raises(DeviceError, match="more than 1499 bytes"):
+        file.read([NAME, OTHER], most_bytes=1499)
 
 
 # --- over the network ---------------------------------------------------------------------------
@@ -323,6 +335,55 @@ def test_a_reader_may_not_write_registers_and_only_a_keeper_the_membership(
     assert keeper.read("record", 5.0).data == b"members"
     for one in (reader, writer, keeper):
         one.close()
+
+
+def test_a_large_answer_waits_for_memory_and_has_a_limit(tmp_path: Path) -> None:
+    """What the service holds for answers that are not taken is within its --memory."""
+    big = MIB // 2
+    records = RecordFile(tmp_path / "registers")
+    names = [f"key-{number:04d}" for number in range(20)]
+    records.swap([swap(f"p/0/{name}", 0, b"x" * big) for name in names])
+    (tmp_path / "disk").mkdir()
+    limits = HostLimits(arena_bytes=4 * MIB, piece_bytes=MIB, deadline_seconds=0.2)
+    with HostService("127.0.0.1", 0, limits=limits, records=records) as service:
+        service.export(LocalDevice(str(tmp_path / "disk")))
+        store = HostRecords(
+            HostUrl(host="127.0.0.1", port=service.address[1]), "p/0", seconds=5.0, secure=None
+        )
+        assert len(store.read_many(names[:2], 5.0)) == 2
+        with pytest.raises(RegistersUnavailable, match="ask for fewer at once"):
+            store.read_many(names, 5.0)
+        lease = service._shared.arena.lease(3 * MIB)
+        with pytest.raises(RegistersUnavailable, match="short of memory"):
+            store.read_many(names[:2], 5.0)
+        lease.release()
+        assert len(store.read_many(names[:2], 5.0)) == 2
+        store.close()
+    records.close()
+
+
+def test_what_tls_breaks_off_may_have_been_changed(guarded: tuple[HostUrl, Path]) -> None:
+    """Bytes that are no TLS come after a request was sent: that it was not carried out is not
+    certain, which an error of rights would say."""
+    url, callers = guarded
+    files = TlsFiles(callers / "keeper", server=False)
+    spoilt = TlsFiles(callers.parent / "hosts/a", server=True)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            secured, _ = spoilt.answer(server.accept()[0])
+            secured.recv(1000)
+            os.write(secured.fileno(), b"no record of TLS")
+            secured.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        there = HostUrl(host=url.host, port=server.getsockname()[1])
+        store = HostRecords(there, "p/0", seconds=5.0, secure=files.call)
+        with pytest.raises(RegistersUnavailable, match="may have happened"):
+            store.swap("key-0001", b"x", "", 5.0)
+        thread.join()
+        store.close()
 
 
 def test_registers_on_a_disk_that_hangs_keep_no_threads(
