@@ -222,11 +222,11 @@ def test_ctrl_c_between_the_two_memberships_of_an_eviction_leaves_the_device_as_
     tmp_path: Path,
 ) -> None:
     """The look at what depends on it takes minutes; closed for new columns, it would stay so."""
-    asked = []
+    asked = [0]
 
     def stopped() -> None:
-        asked.append(None)
-        if len(asked) == 2:
+        asked[0] += 1
+        if asked[0] == 2:
             raise KeyboardInterrupt
 
     with Harness(tmp_path, data=2, parity=1, devices=5).open() as pool:
