@@ -465,7 +465,7 @@ OPERATIONS: Mapping[str, DiskOperation] = {
     "write_small": DiskOperation(
         role=CallerRole.WRITER, checks=_NAMED, body_bytes=MAX_RECORD_BYTES, run=_write_small
     ),
-    "takes_records": DiskOperation(role=CallerRole.WRITER, run=_takes_records),
+    "takes_records": DiskOperation(role=CallerRole.KEEPER, run=_takes_records),
     "swap_counter_sector": DiskOperation(
         role=CallerRole.WRITER,
         checks={"name": _counter, "expected_bytes": _most},

@@ -23,6 +23,7 @@ from hpstore.devices.base import Device
 from hpstore.devices.opener import Opener, claim, make_place, remove_place, require_unused
 from hpstore.errors import (
     ConfigError,
+    DeviceDenied,
     DeviceError,
     DeviceFull,
     DeviceMissing,
@@ -322,11 +323,13 @@ def writable_devices(
     devices = {**{d: store.view.devices[d] for d in alive}, **extra}
     if not force and not (old.reached_by(set(devices)) and new.reached_by(set(devices))):
         full = [str(answer) for answer in answers.values() if isinstance(answer, DeviceFull)]
+        denied = [str(answer) for answer in answers.values() if isinstance(answer, DeviceDenied)]
         raise MembershipError(
             f"{len(devices)} devices can be written; a change needs {old.quorum()} of the "
             f"{len(old.members)} members now and {new.quorum()} of the {len(new.members)} members "
             "then. Nothing was changed. "
             + (f"Full: {'; '.join(full)}. {store.make_room} " if full else "")
+            + (f"Refused: {'; '.join(denied)}. " if denied else "")
             + "Bring devices back, or force it if they are gone for good."
         )
     return devices

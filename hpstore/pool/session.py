@@ -238,7 +238,11 @@ class PoolSession(Closing):
             silent = {d for d, answer in answers.items() if isinstance(answer, Exception)}
             off = silent | {d for d, answer in answers.items() if answer is True}
             kept = {d: x for d, x in view.devices.items() if d in wanted and d not in off}
-            fresh = self._open_others(record, kept) if wanted - kept.keys() else {}
+            fresh: dict[str, Device] = {}
+            if wanted - kept.keys():
+                fresh = self._open_others(record, kept)
+            else:
+                self._denied = frozenset()  # all of them answer
             quiet = {d: view.devices[d] for d in (silent & wanted) - fresh.keys()}
             devices = {**kept, **fresh, **quiet}
             with self._exchange:

@@ -132,8 +132,8 @@ def device_status(
         space = found.usage if isinstance(found, _Look) else Usage(total=0, free=0)
         url = device.url if device is not None else member.url
         problem = problems.get(member.url, "") or problems.get(url, "")
-        if isinstance(found, _Look) and found.refused is not None:
-            problem = str(found.refused)
+        if isinstance(found, _Look) and (found.refused is not None or url == member.url):
+            problem = str(found.refused or "")  # what was there before it answered is over
         elif isinstance(found, Exception):
             problem = str(found)
         seen = observed.get(member.device_id)

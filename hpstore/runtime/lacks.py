@@ -46,9 +46,10 @@ def naming_lacks(before: int) -> Iterator[None]:
 def blamed(error: Exception, before: int) -> Exception:
     """`error`, or one of the lack that was noted since lacks_total() was `before`: what seemed to
     be lost was not looked at."""
-    if lacks_total() == before or not isinstance(error, (RedundancyError, IntegrityError)):
+    total, kind, hint = _last[0]
+    if total in (0, before) or not isinstance(error, (RedundancyError, IntegrityError)):
         return error
-    _, kind, hint = _last[0]
     made = kind(f"{hint} (It showed as: {error})")
     made.__cause__ = error
+    made.maybe_visible = getattr(error, "maybe_visible", False)
     return made

@@ -7,6 +7,7 @@ connection, so certificates are renewed without a restart.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -23,13 +24,14 @@ from hpstore.errors import ConfigError
 _log = logging.getLogger(__name__)
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
 ROLE_URI = "urn:hpstore:role:"  # and a role: a URI among the alternative names of a caller
+_REFUSED_SECONDS, _REFUSED_READS, _REFUSED_BYTES = 1.0, 8, 16384  # of what a refused caller sends
 _Seen = tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """What a verified certificate says: a name with its serial number, roles, and when it ends by
-    this machine's monotonic clock."""
+    """What a verified certificate says: a name, which one that is renewed keeps, roles, and when it
+    ends by this machine's monotonic clock."""
 
     name: str
     roles: tuple[str, ...]
@@ -104,8 +106,28 @@ class TlsFiles:
 
     def answer(self, sock: socket.socket) -> tuple[ssl.SSLSocket, Caller]:
         """The service's side, and who called. Raises OSError."""
-        secured = self.context().wrap_socket(sock, server_side=True)
+        secured = self.context().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        try:
+            secured.do_handshake()
+        except ssl.SSLError:
+            _let_read(secured)
+            raise
+        except OSError:
+            secured.close()
+            raise
         return secured, caller_of(secured.getpeercert() or {})
+
+
+def _let_read(refused: ssl.SSLSocket) -> None:
+    """Close a connection so that the other side reads why it was refused: it has sent its first
+    call by then, and where that is left unread, the end of the connection comes before the reason.
+    """
+    with socket.socket(fileno=refused.detach()) as plain, contextlib.suppress(OSError):
+        plain.settimeout(_REFUSED_SECONDS)
+        plain.shutdown(socket.SHUT_WR)
+        for _ in range(_REFUSED_READS):
+            if not plain.recv(_REFUSED_BYTES):
+                return
 
 
 def caller_of(certificate: Mapping[str, object]) -> Caller:
@@ -122,7 +144,7 @@ def caller_of(certificate: Mapping[str, object]) -> Caller:
     )
     ends = ssl.cert_time_to_seconds(str(certificate["notAfter"]))
     return Caller(
-        name=f"{''.join(names)}#{certificate.get('serialNumber', '')}",
+        name="".join(names),
         roles=roles,
         until_seconds=time.monotonic() + ends - time.time(),
     )

@@ -89,6 +89,7 @@ def test_each_role_may_do_what_it_needs_and_no_more(service: HostService, tls: P
             lambda d: d.quarantine(POOL_FILE),
             lambda d: d.raise_counter(HORIZON, 5),
             lambda d: d.prepare(),
+            lambda d: d.takes_records(),
         )
         for forbidden in for_keepers:
             with pytest.raises(DeviceDenied, match=r"needs the role (keeper|writer)"):
@@ -155,20 +156,45 @@ def test_an_expired_certificate_is_refused_on_either_side(
     service: HostService, tls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller's by the service, the host's by the caller; each says so. One that ends while the
-    connection is open ends its calls."""
+    connection is open ends that, and the call is made over another one, by the files of now."""
     device = device_of(service, tls / "callers/reader")
     expire(monkeypatch)
     make_caller(tls, "old", CallerRole.READER, 1)
-    with pytest.raises(
-        (DeviceDenied, DeviceMissing), match=r"(?i)certificate.expired|hello failed"
-    ):
-        device_of(service, tls / "callers/old")
+    for _ in range(4):  # the reason comes before the end of the connection
+        with pytest.raises(DeviceDenied, match="refused by TLS: SSLV3_ALERT_CERTIFICATE_EXPIRED"):
+            device_of(service, tls / "callers/old")
     make_host(tls, "a", ["127.0.0.1"], 1)
     with pytest.raises(DeviceDenied, match="certificate has expired"):
         device_of(service, tls / "callers/reader")
     monkeypatch.setattr("hpstore.hosts.served_connection.time.monotonic", lambda: 1e12)
-    with pytest.raises(DeviceError, match="certificate has ended"):
+    with pytest.raises(DeviceDenied, match="certificate has expired"):
         device.usage()
+    monkeypatch.undo()
+    make_host(tls, "a", ["127.0.0.1"], 1)
+    kept = device._links._take(5.0, fresh=True)
+    device._links._put_back(kept, ends=False)
+    device.usage()
+    monkeypatch.setattr("hpstore.hosts.served_connection.time.monotonic", lambda: 1e12)
+    device.usage()
+    assert kept not in device._links._idle
+    device.close()
+
+
+def test_what_a_caller_holds_outlives_the_renewal_of_its_certificate(
+    service: HostService, tls: Path
+) -> None:
+    """Files and locks that were opened over connections of before are used over those of now."""
+    device = device_of(service, tls / "callers/keeper")
+    writer = device.create(2 * PAGE)
+    writer.write(0, [pattern(PAGE)])
+    device._links.keep_session()
+    with device._links._lock:
+        idle, device._links._idle = device._links._idle, []
+    make_caller(tls, "keeper", CallerRole.KEEPER, 60)
+    writer.write(PAGE, [pattern(PAGE, 1)])
+    writer.abort()
+    for stream in idle:
+        stream.close()
     device.close()
 
 
@@ -262,6 +288,47 @@ def test_a_pool_of_a_reader_reads(tmp_path: Path, tls: Path) -> None:
         config.write_text(text.replace("callers/keeper", "callers/none"))
         with pytest.raises((ConfigError, hpstore.HpstoreError), match="hpstore host init"):
             hpstore.open(config, read_only=True)
+
+
+def test_an_operation_for_which_the_role_is_too_low_says_so(tmp_path: Path, tls: Path) -> None:
+    """The certificate was replaced while the pool is open: not that devices are lost. What
+    answers again has no problem any more."""
+    places = [tmp_path / f"d{number}" for number in range(3)]
+    files = tmp_path / "files"
+    shutil.copytree(tls / "callers/keeper", files)
+
+    def serve(port: int) -> HostService:
+        admit = admit_certified(TlsFiles(tls / "hosts/a", server=True))
+        service = HostService("127.0.0.1", port, admit=admit)
+        for place in places:
+            place.mkdir(exist_ok=True)
+            service.export(LocalDevice(str(place)))
+        return service
+
+    service = serve(0)
+    settings = Settings(
+        memory_bytes=16 * MIB, run_directory=str(tmp_path / "run"), certificates=str(files)
+    )
+    urls = [f"hpd://127.0.0.1:{service.address[1]}/{number}" for number in range(3)]
+    make_caller(tmp_path / "other", "keeper", CallerRole.KEEPER, 30)  # of another authority
+    shutil.copy(tls / "authority" / AUTHORITY, tmp_path / "other/callers/keeper" / AUTHORITY)
+    config = tmp_path / "pool.toml"
+    with hpstore.create(urls, data=2, parity=1, config=config, settings=settings) as pool:
+        pool.put("a", b"a")
+        for given, reason in (
+            (tls / "callers/reader", "needs the role writer"),
+            (tmp_path / "other/callers/keeper", "refused by TLS"),
+        ):
+            shutil.copytree(given, files, dirs_exist_ok=True)
+            service.close()
+            service = serve(service.address[1])
+            with pytest.raises(DeviceDenied, match=reason):
+                pool.put("a", b"b")
+        shutil.copytree(tls / "callers/keeper", files, dirs_exist_ok=True)
+        pool.put("a", b"b")
+        assert bytes(pool.get("a")) == b"b"
+        assert [device.problem for device in pool.status().devices] == [""] * 3
+    service.close()
 
 
 def test_threads_of_one_process_share_a_session_over_tls(service: HostService, tls: Path) -> None:
