@@ -174,8 +174,8 @@ def policies(rank: int, world: int, directory: Path, first: int, steps: int, ter
     args = arguments(directory, steps, **options)
     transformers.set_seed(11)
     with open_pool(directory) as pool:
-        callback = PoolTrainerCallback(pool, "run", keep_last=3, on_sigterm="save")
-        early = transformers.EarlyStoppingCallback(early_stopping_patience=3)
+        callback = PoolTrainerCallback(pool, "run", keep_last=4, on_sigterm="save")
+        early = transformers.EarlyStoppingCallback(early_stopping_patience=4)
         run: Any = transformers.Trainer(
             model=tiny(),
             args=args,
@@ -199,11 +199,11 @@ def policies(rank: int, world: int, directory: Path, first: int, steps: int, ter
         except Preempted:
             assert run.state.global_step in (term, term + 1, term + 2)  # as agreed
         last = run.state.global_step
-        newest = [step for step in (last - 2, last - 1, last) if step]  # there may be two yet
+        newest = [step for step in range(last - 3, last + 1) if step]  # there may be three yet
         assert rank or callback.checkpoints.steps() == newest
         dist.barrier()  # rank 0 removes
         if not term:
-            assert last == 5
+            assert last == 6
             assert run.state.best_global_step == 2
             weights = whole(run.model.state_dict())
             straight = torch.load(directory / "step-2.pt", weights_only=True)
@@ -220,9 +220,12 @@ def policies(rank: int, world: int, directory: Path, first: int, steps: int, ter
 
 def test_sigterm_early_stopping_the_best_model_and_a_limit(tmp_path: Path) -> None:
     """SIGTERM to one rank stops all in the same step, saved; the run that goes on stops where
-    patience ends and loads its best model from the Trainer's own folder, of which two are left."""
+    patience ends and loads its best model from the Trainer's own folder, of which two are left.
+
+    The signal comes after the best step, 2: the Trainer's ranks look for the folder of the best
+    step while it is being made, and agree on it in the step after that."""
     make_pool(tmp_path)
-    launch(tmp_path, 2, policies, 0, 12, 2)
+    launch(tmp_path, 2, policies, 0, 12, 3)
     with open_pool(tmp_path) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         stopped = ckpt.steps()[-1]
     launch(tmp_path, 2, policies, stopped, 12, 0)
