@@ -27,7 +27,7 @@ try:
     from accelerate import Accelerator
     from accelerate.utils import send_to_device
 except ModuleNotFoundError as error:
-    raise missing("accelerate", "huggingface") from error
+    raise missing("accelerate", "huggingface", error) from error
 
 _log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from hpstore.trainers.sharded_parts import (
 try:
     from transformers import TrainerCallback
 except ModuleNotFoundError as error:
-    raise missing("transformers and accelerate", "huggingface") from error
+    raise missing("transformers and accelerate", "huggingface", error) from error
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ try:
     import ignite.distributed as idist
     from ignite.handlers.checkpoint import BaseSaveHandler
 except ModuleNotFoundError as error:
-    raise missing("pytorch-ignite", "ignite") from error
+    raise missing("pytorch-ignite", "ignite", error) from error
 
 
 class PoolSaveHandler(BaseSaveHandler, Closing):  # type: ignore[misc]  # ignite is skipped by mypy

@@ -14,7 +14,7 @@ from hpstore.trainers.optional_import import missing
 try:
     from accelerate.state import AcceleratorState
 except ModuleNotFoundError as error:
-    raise missing("accelerate", "huggingface") from error
+    raise missing("accelerate", "huggingface", error) from error
 
 # Any: accelerate's plugins and states have no common type
 

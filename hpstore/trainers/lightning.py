@@ -23,7 +23,7 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.io import CheckpointIO
 except ModuleNotFoundError as error:
-    raise missing("lightning", "lightning") from error
+    raise missing("lightning", "lightning", error) from error
 
 
 _MARKER = "A marker"

@@ -1,4 +1,4 @@
-"""What an adapter says when its trainer is not installed, and how it comes to its pool."""
+"""What an adapter says when its trainer cannot be imported, and how it comes to its pool."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ class UnopenedPool:
 PoolLike = Pool | UnopenedPool | str | os.PathLike[str]
 
 
-def missing(package: str, extra: str) -> ImportError:
-    """The error to raise when `package` cannot be imported; names the extra that brings it."""
+def missing(package: str, extra: str, error: ImportError) -> ImportError:
+    """The error to raise from `error` when `package` cannot be imported: a package that is there
+    but not whole fails likewise. It names the extra that brings the package."""
     return ImportError(
-        f"this adapter needs {package}, which is not installed: pip install 'hpstore[{extra}]'"
+        f"this adapter needs {package}, which cannot be imported ({error}): "
+        f"pip install 'hpstore[{extra}]'"
     )
 
 

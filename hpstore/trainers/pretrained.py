@@ -33,7 +33,7 @@ try:
     import transformers
     from transformers import modeling_utils
 except ModuleNotFoundError as error:
-    raise missing("transformers", "huggingface") from error
+    raise missing("transformers", "huggingface", error) from error
 
 # Any: models, configurations and tokenizers of transformers
 

@@ -19,7 +19,7 @@ try:
     import transformers
     from transformers import trainer as trainer_module
 except ModuleNotFoundError as error:
-    raise missing("transformers", "huggingface") from error
+    raise missing("transformers", "huggingface", error) from error
 
 # Any: plugins, accelerators and models of others
 

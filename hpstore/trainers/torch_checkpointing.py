@@ -24,7 +24,7 @@ from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, 
 try:
     from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 except ModuleNotFoundError as error:
-    raise missing("torch_checkpointing", "torch-checkpointing") from error
+    raise missing("torch_checkpointing", "torch-checkpointing", error) from error
 
 _log = logging.getLogger(__name__)
 _MARK = ".hpstore-directory"  # an object that makes a directory exist while it is empty

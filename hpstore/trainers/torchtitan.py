@@ -18,7 +18,7 @@ try:
     from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
     from torchtitan.tools.utils import GarbageCollection
 except ModuleNotFoundError as error:
-    raise missing("torchtitan", "torchtitan") from error
+    raise missing("torchtitan", "torchtitan", error) from error
 
 _SCHEME = "hpstore://"
 # Any: torchtitan is skipped by mypy
