@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.devices.base import Device
+from hpstore.devices.base import Device, Stamp
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.wrappers import FaultyDevice, ThrottledDevice
-from hpstore.errors import DeviceError, DeviceFull, DeviceReadOnly
+from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, DeviceReadOnly
 from hpstore.health.detect.evidence import Media, Traits
 from hpstore.health.detect.io_recorder import IoOutcome, IoRecorder, Operation
 from hpstore.health.detect.media import traits_of
@@ -84,6 +84,24 @@ def test_a_name_that_is_not_there_is_no_error() -> None:
     with pytest.raises(FileNotFoundError):
         device.open("objects/none")
     assert recorder.drain().outcome.tolist() == [IoOutcome.OK]
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_host_that_is_away_makes_no_failing_disks(remote: bool) -> None:
+    """It restarts, and they are well. A local device that went is none to trust."""
+
+    class Away(MemoryDevice):
+        host_disk = object() if remote else None
+
+        def stamp(self, path: str) -> Stamp | None:
+            raise DeviceMissing("connection refused")
+
+    device, recorder = metered(Away())
+    for _ in range(20):
+        with pytest.raises(DeviceMissing):
+            device.stamp(PATH)
+    assert recorder.drain().outcome.tolist() == ([] if remote else [IoOutcome.ERROR] * 20)
+    assert recorder.oldest_seconds(1e9) == 0
 
 
 def test_a_late_call_is_seen_in_flight_and_timed_when_it_ends() -> None:

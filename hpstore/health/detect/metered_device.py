@@ -13,7 +13,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.devices.base import BLAMELESS, READABLE, Device, DirectoryEntry, ReadHandle
 from hpstore.devices.host_disks import HostDisk, ReadAhead, host_disk
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
-from hpstore.errors import ReadAbandoned
+from hpstore.errors import DeviceMissing, ReadAbandoned
 from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
 
 T = TypeVar("T")
@@ -32,6 +32,7 @@ class DeviceMeter:
         self, recorder: IoRecorder, now: Callable[[], float], wake: Callable[[], None]
     ) -> None:
         self.recorder, self.now, self._wake = recorder, now, wake
+        self.blameless: tuple[type[Exception], ...] = BLAMELESS
         self.asleep = True  # until whoever drains has been woken, in each process
 
     def begin(self, now_seconds: float) -> int:
@@ -71,7 +72,7 @@ class DeviceMeter:
         except ReadAbandoned:  # no quick read; but that it took long counts
             outcome = _CUT
             raise
-        except BLAMELESS:  # neither an error nor a quick read
+        except self.blameless:  # neither an error nor a quick read
             recorder.leave(ticket)
             raise
         except _HARMLESS:
@@ -88,6 +89,8 @@ class MeteredDevice(DeviceWrapper):
     def __init__(self, inner: Device, meter: DeviceMeter) -> None:
         super().__init__(inner)
         self.meter = meter
+        if host_disk(inner) is not None:  # a host that is away says nothing of its disks
+            meter.blameless = (DeviceMissing, *BLAMELESS)
 
     @property
     def host_disk(self) -> HostDisk | None:
