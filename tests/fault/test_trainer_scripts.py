@@ -15,6 +15,7 @@ import pytest
 
 from hpstore.config import load_config
 from tests.integration.ranks import make_pool, open_pool
+from tests.ray_settings import RAY
 from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,8 +56,7 @@ def run(folder: Path, name: str, ranks: int, dies_at: int = 0) -> str:
     command += ["--workers", str(ranks)] if ray else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment |= {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    environment |= {"HPSTORE_POOLS": str(folder / "pools.toml"), "RAY_AUTH_MODE": "disabled"}
-    environment |= {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment |= {"HPSTORE_POOLS": str(folder / "pools.toml"), **RAY}
     with tempfile.TemporaryDirectory(prefix="r") as short:  # the names of Ray's sockets are long
         done = subprocess.run(
             command,

@@ -18,6 +18,7 @@ from hpstore.interop.ray_repairs import RayRepairs, repair_batch
 from hpstore.maintenance.repair_runner import Outcome, RepairJob
 from hpstore.maintenance.scrub import read_cursor
 from hpstore.pool.pool import Pool
+from tests.ray_settings import RAY
 from tests.thorough import LONG
 
 SIZE = 300_000  # more than four units: six columns
@@ -189,8 +190,7 @@ def test_a_ray_cluster_rebuilds_and_a_worker_may_die(
     if not LONG:
         pytest.skip("starts of Ray: HPSTORE_LONG_TESTS=1")
     (tmp_path / "job.py").write_text(JOB)
-    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **RAY}
     with tempfile.TemporaryDirectory(prefix="r") as short:  # the names of Ray's sockets are long
         done = subprocess.run(
             [sys.executable, "job.py", str(tmp_path / "pool.toml"), how, str(tmp_path / "once")],

@@ -13,6 +13,7 @@ import pytest
 from hpstore.config import load_config
 from hpstore.interop import PoolFileSystem
 from tests.integration.ranks import make_pool
+from tests.ray_settings import RAY
 from tests.thorough import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,8 +106,7 @@ def test_ray_workers_report_to_a_pool_and_use_a_checkpointer(tmp_path: Path) -> 
     (tmp_path / "names.toml").write_text(f'{name} = "pool.toml"\n')
     (tmp_path / "job.py").write_text(JOB)
     environment = {**os.environ, "HPSTORE_POOLS": str(tmp_path / "names.toml")}
-    environment |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment |= {"RAY_worker_niceness": "0", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **RAY}
     with tempfile.TemporaryDirectory(prefix="r") as short:  # the names of Ray's sockets are long
         done = subprocess.run(
             [sys.executable, "job.py", "pool.toml", f"fsspec+hpstore://{name}/ray"],
