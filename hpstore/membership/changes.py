@@ -231,7 +231,7 @@ def _opened_again_if_stopped(
         yield
     except HpstoreError:
         raise  # the caller's affair
-    except BaseException:
+    except (KeyboardInterrupt, SystemExit, Exception):
         _open_again(store, members, refresh)
         raise
 

@@ -283,7 +283,7 @@ def test_background_errors_surface(pool: hpstore.Pool, monkeypatch: pytest.Monke
         def broken(*_: object, **__: object) -> None:
             raise CheckpointError("disk on fire")
 
-        monkeypatch.setattr("hpstore.checkpoint.save.save_job.require_safe", broken)
+        monkeypatch.setattr("hpstore.checkpoint.save.commit.require_safe", broken)
         ckpt.save(1, {"x": torch.ones(9)})
         with pytest.raises(CheckpointError, match="on fire"):
             ckpt.wait()
@@ -388,7 +388,7 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
 ) -> None:
     """PROTOCOL 18: a collector that runs between segment and manifest removes neither."""
     from hpstore.checkpoint.catalog import segment_safety
-    from hpstore.checkpoint.save import save_job
+    from hpstore.checkpoint.save import commit
 
     original, removed = segment_safety.require_safe, []
 
@@ -397,7 +397,7 @@ def test_garbage_collection_leaves_a_save_under_way_alone(
             removed.append(other.steps.collect_garbage())
         return original(where, key, **options)
 
-    monkeypatch.setattr(save_job, "require_safe", collect_first)
+    monkeypatch.setattr(commit, "require_safe", collect_first)
     with pool, Checkpointer(pool, "run") as ckpt:
         ckpt.save(1, {"x": torch.ones(90_000)}).result()
         assert removed == [0]

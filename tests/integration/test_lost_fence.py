@@ -23,7 +23,7 @@ import torch
 import hpstore
 from hpstore.agreement.claims import KeyClaim
 from hpstore.checkpoint import Checkpointer
-from hpstore.checkpoint.save import rank_plan, save_job
+from hpstore.checkpoint.save import commit, rank_plan
 from hpstore.devices.file_handles import LocalWriter
 from hpstore.runtime.clock import SystemClock
 
@@ -40,7 +40,7 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
     time.sleep(0.1)  # it takes effect soon
 
-def look(*args, plain=save_job.require_fence):
+def look(*args, plain=commit.require_fence):
     found = plain(*args)
     if armed[0] and place == "after its look" and not stopped.is_set():
         stop()
@@ -60,7 +60,7 @@ def give_back(self, plain=KeyClaim.give_back):
         stop()
     return plain(self)
 
-save_job.require_fence = look
+commit.require_fence = look
 LocalWriter.publish = publish
 KeyClaim.give_back = give_back
 with hpstore.open("pool.toml") as pool, Checkpointer(pool, "run", rng=False) as ckpt:

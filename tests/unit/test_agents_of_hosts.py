@@ -12,6 +12,7 @@ from hpstore.agent.operator_requests import give_order
 from hpstore.agreement.registers import KEEPER
 from hpstore.cli.pool_verdict import agent_sight
 from hpstore.cli.status_report import host_lines
+from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import LockTimeout, RegistersUnavailable
 from hpstore.format.records import DeviceState
 from hpstore.health.policy.operator_commands import Command
@@ -215,10 +216,10 @@ def test_what_a_keeper_closed_before_it_was_killed_is_opened_by_its_successor(
     fleet.harness.lose(fleet.disks("b"))
 
     def killed(*_: object, **__: object) -> list[str]:
-        raise KeyboardInterrupt
+        raise SimulatedCrash
 
     monkeypatch.setattr(changes, "endangered", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SimulatedCrash):
         fleet.rounds(960.0, "a", step=20.0)
     monkeypatch.undo()
     fleet.kill("a")
@@ -249,10 +250,10 @@ def test_a_host_of_which_a_disk_was_drained_is_opened_by_the_successor(
     fleet.harness.lose(fleet.disks("b"))
 
     def killed(*_: object, **__: object) -> list[str]:
-        raise KeyboardInterrupt
+        raise SimulatedCrash
 
     monkeypatch.setattr(changes, "endangered", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SimulatedCrash):
         fleet.rounds(960.0, "a", step=20.0)
     monkeypatch.undo()
     fleet.kill("a")
