@@ -137,6 +137,7 @@ def test_a_hugging_face_dataset_goes_on(pool: Pool) -> None:
         assert sorted(found) == wanted  # type: ignore[type-var]  # ints
         streamed = not hasattr(source, "select")
         again = open_source(source)
+        assert again.fields is not None
         assert again.fields["s"].optional is not streamed
         problems = [item.problem for item in items_of(again) if item.problem]
         assert problems == (["it holds a null: 's'"] if streamed else [])
