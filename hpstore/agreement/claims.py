@@ -172,8 +172,8 @@ class KeyClaim:
             self._free()
 
     def let_go(self) -> None:
-        """Give it back for others not to wait, asking once: what is not given back is free when it
-        has stood still. Raises as give_back()."""
+        """Try once to give it back, so that others need not wait. If that fails, they can take it
+        over after `ttl_seconds`. Raises as give_back()."""
         self.held = False
         self._free()
 

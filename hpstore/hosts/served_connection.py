@@ -90,7 +90,7 @@ class ServedConnection:
         self._who, self._role = admitted.who, admitted.role
         self._session: tuple[str, str] | None = None
         self._idle_seconds = shared.limits.idle_seconds  # between two requests
-        self._ends = math.inf  # when bodies that nobody takes are waited for no more
+        self._ends = math.inf  # when the wait for a slow reader of an answer ends
         self._until = 0.0  # when the caller of this request gives up
 
     def serve(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any  # what JSON holds
 
-from hpstore.testing.stopping import stop_process
+from hpstore.testing.process_stop import stop_process
 
 _START_SECONDS = 30.0
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.process_identity import started
+from hpstore.testing.process_stop import stop_process
 from hpstore.testing.scratch import fails, run
-from hpstore.testing.stopping import stop_process
 
 _NAME = re.compile(r"hpnet-(\d+)-(\d+)-.+")
 _NAMESPACES = Path("/run/netns")

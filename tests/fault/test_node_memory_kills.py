@@ -20,7 +20,7 @@ from hpstore.node_memory.keeper_session import KeeperSession
 from hpstore.node_memory.meeting_place import keeper_directory
 from hpstore.pool.pool import Pool
 from hpstore.runtime.local_messages import Lost
-from hpstore.testing.stopping import stop_process
+from hpstore.testing.process_stop import stop_process
 from hpstore.units import KIB
 from tests.fault.common import poll
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import hpstore
 from hpstore.config import Settings
-from hpstore.testing.stopping import stop_process
+from hpstore.testing.process_stop import stop_process
 from hpstore.units import MIB
 from tests.hosts import serve
 

@@ -22,7 +22,7 @@ from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ConfigError, VersionConflict
-from hpstore.testing.stopping import stop_process
+from hpstore.testing.process_stop import stop_process
 from tests.fault.common import poll
 from tests.integration.nets import Net, adamw, same, train
 from tests.integration.writer_cases import alive, writer

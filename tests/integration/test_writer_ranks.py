@@ -12,7 +12,7 @@ import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
 from hpstore.errors import CheckpointError
-from hpstore.testing.stopping import stop_process
+from hpstore.testing.process_stop import stop_process
 from tests.fault.common import poll
 from tests.integration.ranks import launch, make_pool, open_pool
 from tests.integration.writer_cases import alive, writer

@@ -206,14 +206,9 @@ def test_a_keeper_that_is_paused_in_an_eviction_does_not_store_it(
     assert fleet.whole()
 
 
-def test_what_a_keeper_closed_before_it_was_killed_is_opened_by_its_successor(
-    fleet: HostAgents, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGKILL between the generation that closes the host and the one without it; the host is back.
-    Without the note the successor would take it for a drain, and empty the host."""
-    fleet.start("a", "c")
-    fleet.rounds(30.0)
-    fleet.harness.lose(fleet.disks("b"))
+def kill_in_an_eviction(fleet: HostAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL of a's agent between the generation that closes a host and the one without it; the
+    host comes back."""
 
     def killed(*_: object, **__: object) -> list[str]:
         raise SimulatedCrash
@@ -226,6 +221,16 @@ def test_what_a_keeper_closed_before_it_was_killed_is_opened_by_its_successor(
     for device in fleet.harness.devices.values():
         device.restart()
     fleet.harness.bring_back()
+
+
+def test_what_a_keeper_closed_before_it_was_killed_is_opened_by_its_successor(
+    fleet: HostAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the note the successor would take it for a drain, and empty the host."""
+    fleet.start("a", "c")
+    fleet.rounds(30.0)
+    fleet.harness.lose(fleet.disks("b"))
+    kill_in_an_eviction(fleet, monkeypatch)
     with fleet.harness.open(read_only=True) as pool:
         closed = [m.domain for m in pool.admin.record.members if m.state is DeviceState.DRAINING]
     assert closed == ["host-b", "host-b"]
@@ -248,18 +253,7 @@ def test_a_host_of_which_a_disk_was_drained_is_opened_by_the_successor(
     first, second = sorted(fleet.ids("b"))
     fleet.pools["a"].admin.devices.begin_drain((first, second)[drained])
     fleet.harness.lose(fleet.disks("b"))
-
-    def killed(*_: object, **__: object) -> list[str]:
-        raise SimulatedCrash
-
-    monkeypatch.setattr(changes, "endangered", killed)
-    with pytest.raises(SimulatedCrash):
-        fleet.rounds(960.0, "a", step=20.0)
-    monkeypatch.undo()
-    fleet.kill("a")
-    for device in fleet.harness.devices.values():
-        device.restart()
-    fleet.harness.bring_back()
+    kill_in_an_eviction(fleet, monkeypatch)
     fleet.rounds(120.0)
     assert fleet.keepers() == "c"
     members = {m.device_id: m.state for m in fleet.pools["c"].admin.record.members}

@@ -117,12 +117,13 @@ def put_manifest(
 def take_out(
     steps: StepCatalog, going: Collection[int], committed: int, session: str
 ) -> dict[int, str]:
-    """Let these steps be no steps any more, while their objects are there; those that are none now,
-    with the versions that their manifests have.
+    """Remove these steps from the index, before any of their objects is deleted.
 
-    Called after `committed` was committed by the session. What was committed after that step stays
-    for the next call. Raises VersionConflict when another session saves here by now, what the pool
-    raises: nothing was changed, or all of it.
+    Returns the steps that were removed, with the versions of their manifests.
+
+    The session has committed the step `committed` before. Steps that were committed after it stay
+    until the next call. Raises VersionConflict when another session saves here by now, and what the
+    pool raises: nothing was changed, or all of it.
     """
     pool, prefix = steps.pool, steps.prefix
     version = existing_version(pool, fence_key(prefix))

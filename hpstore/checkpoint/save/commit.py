@@ -202,7 +202,7 @@ class StepCommit:
         return found
 
     def _standing(self, key: str) -> tuple[str | None, set[str]]:
-        """The version of the manifest that is to be replaced, and the segments that it names."""
+        """The version of the manifest that this save replaces, and the segments that it names."""
         before = existing_version(self._pool, key)
         if before is None:
             return None, set()

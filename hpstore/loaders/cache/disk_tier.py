@@ -216,7 +216,7 @@ class DiskTier(Closing):
         if self._lock_fd < 0:
             return
         files = [part.file for part in self._parts.values()]
-        self._reads.close(JOIN_SECONDS)  # first: what is read now has its files until it ends
+        self._reads.close(JOIN_SECONDS)  # first: reads under way need the files
         self._writes.close(JOIN_SECONDS, {_LANE: partial(_close_all, files)})
         fd, self._lock_fd = self._lock_fd, -1
         os.close(fd)  # not an explicit unlock: a forked child's copy is its own affair

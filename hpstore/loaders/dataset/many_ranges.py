@@ -155,8 +155,8 @@ def jpegs_end(rows: ValueRows) -> npt.NDArray[np.bool_] | None:
 
 
 def decimals(rows: ValueRows) -> Int64s | None:
-    """The numbers that these texts are; None where one is not plainly a number of up to 18 digits,
-    or there is no library."""
+    """Parse these texts as whole numbers. None without the library, or where a text is anything but
+    a number of at most 18 digits."""
     library = ranges_library()
     if library is None:
         return None

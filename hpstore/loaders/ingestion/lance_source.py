@@ -73,7 +73,7 @@ class LanceRows(ArrowRows):
     def _readable(self, block: int, names: Sequence[str]) -> Iterator[Any]:
         """Batches of a fragment with these columns, as far as it can be read."""
         with contextlib.suppress(*_ERRORS):
-            yield from self._fragments[block].to_batches(columns=names, batch_size=BATCH_ROWS)
+            yield from self._fragments[block].to_batches(columns=list(names), batch_size=BATCH_ROWS)
 
     def fingerprint(self) -> str:
         """Over the path, the version with its time, and the rows of each fragment."""

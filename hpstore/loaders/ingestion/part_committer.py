@@ -253,7 +253,8 @@ class PartsWriter:
         alone = len(parts) == 1 and not self._kept  # then it is there: this run has stored it
         joined = parts[0].content if alone else self._joined(parts)
         manifest = replace(self._schema, parts=parts, content=joined)
-        self._save(state)  # or another process has begun anew, and removes these parts
+        # raises if another process has started over, which removes these parts
+        self._save(state)
         key = manifest_key(target.name)
         manifest = publish(target.pool, target.name, key, manifest, version=target.replaces)
         self._journal.remove()

@@ -33,8 +33,8 @@ class PlainHeaders:
 
 
 def tar_headers(data: Bytes, most: int) -> PlainHeaders | None:
-    """The headers, at most so many, that lie whole in a piece of a tar that begins with one, up to
-    the first that is not plainly an ordinary file's; None: there is no library."""
+    """Parse up to `most` headers of a piece of a tar, which begins with one. Stops at the first
+    that is cut off, or that is not of an ordinary file. None without the library."""
     library = ranges_library()
     if library is None:
         return None
@@ -92,8 +92,9 @@ class NamedSamples:
 def tar_samples(
     names: memoryview, count: int, known: KnownEndings, last: bytes | None, own: Collection[int]
 ) -> NamedSamples | None:
-    """Samples of `count` files by their names, each with a zero behind it: as far as nothing is in
-    doubt, every ending is known, and no sample has it twice. None: there is no library.
+    """Group `count` files into samples by their names, which end with zero bytes. Stops at a name
+    that needs the general rules, an unknown ending, or one that a sample has twice. None without
+    the library.
 
     `last`: the key of the sample before, None: there is none; `own`: endings that it has already.
     """

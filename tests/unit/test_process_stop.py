@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.testing import stopping
-from hpstore.testing.stopping import stop_process
+from hpstore.testing import process_stop
+from hpstore.testing.process_stop import stop_process
 
 COUNT = """
 import mmap, sys
@@ -45,12 +45,12 @@ def test_on_return_it_does_nothing_more(tmp_path: Path) -> None:
 
 def test_one_that_runs_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     states = iter(["R", "D"])
-    monkeypatch.setattr(stopping, "_states", lambda _: [next(states, "T")])
+    monkeypatch.setattr(process_stop, "_states", lambda _: [next(states, "T")])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         stop_process(child.pid)
         assert next(states, "T") == "T"
-        monkeypatch.setattr(stopping, "_states", lambda _: ["D"])
-        monkeypatch.setattr(stopping, "_SECONDS", 0.02)
+        monkeypatch.setattr(process_stop, "_states", lambda _: ["D"])
+        monkeypatch.setattr(process_stop, "_SECONDS", 0.02)
         with pytest.raises(TimeoutError, match="runs on"):
             stop_process(child.pid)
         child.kill()
