@@ -19,6 +19,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, SaveOptions
+from hpstore.checkpoint.format.checkpoint_manifest import manifest_key
 from hpstore.checkpoint.save.copy_gate import CopyGate
 from hpstore.config import Settings
 from hpstore.errors import CheckpointError, ConfigError, VersionConflict
@@ -241,6 +242,8 @@ def test_a_writer_that_is_killed_in_a_save_fails_it(pool: hpstore.Pool) -> None:
     with checkpointer(pool) as ckpt:
         ckpt.save(1, {"w": torch.ones(BIG)}).result()
         process = writer(ckpt).process_id
+        # without it the writer, if it is faster than the kill, would commit
+        claim = pool._session.claims.take(manifest_key(ckpt.prefix, 2))
 
         def kill(done: int, total: int) -> None:
             os.kill(process, signal.SIGKILL)
@@ -248,6 +251,7 @@ def test_a_writer_that_is_killed_in_a_save_fails_it(pool: hpstore.Pool) -> None:
         handle = ckpt.save(2, {"w": torch.zeros(BIG)}, progress=kill)
         with pytest.raises(CheckpointError, match=r"step 2 .*1.*ended by signal 9"):
             handle.result()
+        claim.give_back()
         ckpt.save(3, {"w": torch.zeros(BIG)}).result()
         assert ckpt.steps() == [1, 3]
         assert ckpt.restore({"w": torch.zeros(BIG)}) == 3

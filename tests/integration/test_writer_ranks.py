@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer, SaveOptions
+from hpstore.checkpoint.save.writer_client import WriterClient
 from hpstore.errors import CheckpointError
 from hpstore.testing.process_stop import stop_process
 from tests.fault.common import poll
@@ -160,6 +161,20 @@ def test_a_part_that_is_missing_leaves_the_step_before(
     launch(tmp_path, world, find_saved, 1)
 
 
+def hold_writer(client: WriterClient, until: Path) -> None:
+    """Of one save: the writer is stopped before it has its part, until the file is there."""
+    tell_part = client.tell_part
+
+    def tell_and_wait(*args: Any, **kwargs: Any) -> None:
+        client.tell_part = tell_part  # type: ignore[method-assign]
+        stop_process(client.process_id)
+        tell_part(*args, **kwargs)
+        poll(60.0, until.exists)
+        os.kill(client.process_id, signal.SIGCONT)
+
+    client.tell_part = tell_and_wait  # type: ignore[method-assign]
+
+
 def lose_writers(rank: int, world: int, directory: Path) -> None:
     options = SaveOptions(
         background="process", on_failure="warn", warm=False, commit_seconds=60, reuse=False
@@ -171,10 +186,14 @@ def lose_writers(rank: int, world: int, directory: Path) -> None:
         ckpt.save(2, state_of(ckpt, rank, 2)).result()
         for step, where in ((3, 0), (5, world - 1)):  # in the middle: the save fails on all ranks
             process = note_writer(ckpt, directory, rank)
+            killed = directory / f"killed-{step}"
 
-            def kill(done: int, total: int, process: int = process) -> None:
+            def kill(done: int, total: int, process: int = process, killed: Path = killed) -> None:
                 os.kill(process, signal.SIGKILL)
+                killed.touch()
 
+            if rank != where:  # without this one's vote nothing is committed before the kill
+                hold_writer(writer(ckpt), until=killed)
             handle = ckpt.save(
                 step, state_of(ckpt, rank, step), progress=kill if rank == where else None
             )
