@@ -26,6 +26,7 @@ from hpstore.devices.host_files import HostHold, HostReader, HostWriter
 from hpstore.devices.host_links import HostLinks, Secure
 from hpstore.errors import ConfigError, DeviceError, HpstoreError, IntegrityError, LockTimeout
 from hpstore.format.host_calls import (
+    DATA_PORT,
     MOST_BODY_BYTES,
     MOST_LISTED,
     PROTOCOL,
@@ -90,15 +91,15 @@ class HostDevice:
             self.mode, self.folds_names = self._described(self._links.json("hello", again=True))
             if plain_bodies:
                 port = self._data_port()
-                self.bodies = HostLinks(self.url, (place[0], port, place[2]), seconds, None)
-                self.bodies.counters = self.link
+                place = (place[0], port, place[2])
+                self.bodies = HostLinks(self.url, place, seconds, None, by=self._links)
         except BaseException:
             self._links.close()
             raise
 
     def _data_port(self) -> int:
         """Where the service takes bodies without TLS. Raises DeviceError."""
-        port = self._links.json("data_port", again=True)
+        port = self._links.json(DATA_PORT, again=True)
         if isinstance(port, int) and 0 < port < 65536:
             return port
         raise DeviceError(

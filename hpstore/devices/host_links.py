@@ -34,6 +34,7 @@ from hpstore.errors import (
 )
 from hpstore.format.host_calls import (
     ABSENT,
+    DATA_PORT,
     FAILED,
     GONE,
     MOST_ANSWER_BYTES,
@@ -83,13 +84,23 @@ class HostLinks:
     `seconds`: how long the other side may take for each step of a call. After a call that got no
     answer it has _DOUBT_SECONDS, until one is answered: what works through many objects beside a
     host that is stopped would wait for each of them, since a survey that must be whole asks it.
+    The host is asked then whether it is there, without its disk, before it gets a call: else that
+    it is stopped or cut off would be an error of each of its disks. `by`: the links that ask this,
+    where these here carry bodies alone; they count the bytes, too.
     """
 
     def __init__(
-        self, url: str, place: tuple[str, int, int], seconds: float, secure: Secure | None
+        self,
+        url: str,
+        place: tuple[str, int, int],
+        seconds: float,
+        secure: Secure | None,
+        *,
+        by: HostLinks | None = None,
     ) -> None:
         self.url, self._seconds, self._secure = url, seconds, secure
-        self.counters = LinkCounters()
+        self._by = self if by is None else by
+        self.counters: LinkCounters = LinkCounters() if by is None else by.counters
         self._host, self._port, self._disk = place
         self._doubted = False  # the last call got no answer; set by any thread, a hint
         self._renew()
@@ -156,6 +167,8 @@ class HostLinks:
         cannot be reached.
         """
         limit = self._patience(seconds)
+        if self._doubted:
+            self._by.require_host(limit)
         for last in (False, True):
             stream = self._take(limit, fresh=last)
             args = args if not (last and into is not None) else {**(args or {}), "whole": True}
@@ -184,6 +197,25 @@ class HostLinks:
                     self._raise_answer(operation, status, found)
                 return found
         raise AssertionError("the second try returns or raises")
+
+    def require_host(self, limit: float) -> None:
+        """Raise DeviceMissing unless the service answers a call about no disk within `limit`
+        seconds for each step."""
+        stream = self._take(limit, fresh=False)
+        try:
+            self._exchange(stream, DATA_PORT, {}, (), None, limit)
+        except HpstoreError:
+            stream.close()
+            raise
+        except TimeoutError as error:
+            stream.close()
+            raise self._unreachable(limit) from error
+        except OSError as error:
+            stream.close()
+            self._raise(error, DATA_PORT)
+        except BaseException:
+            stream.close()
+            raise
 
     def json(
         self,
@@ -299,14 +331,14 @@ class HostLinks:
         try:
             sock = socket.create_connection((self._host, self._port), seconds)
         except TimeoutError as error:
-            raise self._timeout("connecting", seconds) from error
+            raise self._unreachable(seconds) from error
         except OSError as error:
             self._raise(error, "connecting")
         try:
             return WireStream(sock if self._secure is None else self._secure(sock, self._host))
         except TimeoutError as error:
             sock.close()
-            raise self._timeout("connecting", seconds) from error
+            raise self._unreachable(seconds) from error
         except OSError as error:
             sock.close()
             self._raise(error, "connecting")
@@ -349,10 +381,24 @@ class HostLinks:
         return _KINDS.get(name, DeviceError)(text, device=self.url)
 
     def _timeout(self, operation: str, seconds: float) -> DeviceTimeout:
+        """What a call raises that got no answer: its disk hangs, or the host. The connections that
+        wait are given up: the next call makes one, and so finds out whether the host is there."""
         self._doubted = self._doubted or seconds >= _DOUBT_SECONDS
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for stream in idle:
+            stream.close()
         return DeviceTimeout(
-            f"device {self.url}: no answer to {operation} within {seconds:.1f} s; the host "
-            "hangs, or cannot be reached. What was called may still happen",
+            f"device {self.url}: no answer to {operation} within {seconds:.1f} s; the host or the "
+            "disk hangs, or the host cannot be reached. What was called may still happen",
+            device=self.url,
+        )
+
+    def _unreachable(self, seconds: float) -> DeviceMissing:
+        self._doubted = self._doubted or seconds >= _DOUBT_SECONDS
+        return DeviceMissing(
+            f"device {self.url}: the host does not answer within {seconds:.1f} s: it hangs, or "
+            "cannot be reached. Nothing was called",
             device=self.url,
         )
 

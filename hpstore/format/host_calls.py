@@ -35,6 +35,7 @@ SESSION, ARGS, DEADLINE, CLOSE = "hpd-session", "hpd-args", "hpd-deadline-ms", "
 
 REFUSED, NO_SUCH, FAILED, GONE, BUSY = 403, 404, 409, 410, 503
 ABSENT = "FileNotFoundError"
+DATA_PORT = "data_port"  # the operation that asks no disk, so it shows whether a host is there
 
 _TARGET = re.compile(r"/v1/(0|[1-9][0-9]{0,3})/([a-z_]{1,32})")
 _SESSION = re.compile(r"[0-9a-f]{32}")

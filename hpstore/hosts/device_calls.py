@@ -26,6 +26,7 @@ from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceDenied, DeviceError, IntegrityError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
+    DATA_PORT,
     MOST_AHEAD_BYTES,
     MOST_BODY_BYTES,
     MOST_LISTED,
@@ -413,7 +414,6 @@ _PATH = {"path": check_file_path}
 _NAMED = {"path": _not_unfinished}
 _HANDLE = {"handle": check_handle}
 READ, WRITE, LOOK = "read", "write", "look"
-DATA_PORT = "data_port"
 _RECORDS = ("records_read", "records_swap", "records_remove")
 OPERATIONS: Mapping[str, DiskOperation] = {
     "hello": DiskOperation(role=CallerRole.READER, run=_hello),

@@ -23,6 +23,7 @@ from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
     ABSENT,
     ARGS,
+    DATA_PORT,
     FAILED,
     GONE,
     MOST_BODY_BYTES,
@@ -39,7 +40,6 @@ from hpstore.format.untrusted_bytes import brief
 from hpstore.hosts.admission import Admitted
 from hpstore.hosts.caller_sessions import CallerSessions, UnknownHandle
 from hpstore.hosts.device_calls import (
-    DATA_PORT,
     LOOK,
     OPERATIONS,
     READ,

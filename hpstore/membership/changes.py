@@ -17,6 +17,7 @@ from hpstore.devices.opener import claim, same_form
 from hpstore.errors import (
     DeviceFull,
     DeviceInUse,
+    DeviceMissing,
     DeviceTimeout,
     HpstoreError,
     IntegrityError,
@@ -143,10 +144,11 @@ def _ask_once(store: PoolContext, device: Device, call: Callable[[], T]) -> T:
 
 
 def claimed_by(store: PoolContext, device: Device) -> bool:
-    """Whether a place was made a device of the pool, or may be yet: it does not answer."""
+    """Whether a place was made a device of the pool, or may have been: it does not answer, or is
+    not there any more."""
     try:
         identity = _own_identity(store, device)
-    except DeviceTimeout:
+    except (DeviceTimeout, DeviceMissing):
         return True
     except HpstoreError:
         return False

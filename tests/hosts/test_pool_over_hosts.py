@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ pytest.importorskip("httptools", reason="needs the extra hosts")
 import hpstore
 from hpstore.devices.host_device import HostDevice
 from hpstore.devices.host_links import HostLinks
-from hpstore.errors import DeviceMissing, DeviceTimeout, ObjectNotFound
+from hpstore.errors import DeviceError, DeviceMissing, DeviceTimeout, ObjectNotFound
+from hpstore.format.host_calls import DATA_PORT
 from hpstore.units import MIB
 from tests.hosts.rig import RigHost, create, rig
 
@@ -151,16 +154,21 @@ def test_beside_a_stopped_host_each_call_after_the_first_waits_little(
     """A rebuild asks it for each object: the deadline is waited out by the first calls alone, and
     all of it is there again once the host answers."""
     waits: list[float] = []
-    timeout = HostLinks._timeout
+    timeout, unreachable = HostLinks._timeout, HostLinks._unreachable
 
-    def counted(links: HostLinks, operation: str, seconds: float) -> DeviceTimeout:
+    def late(links: HostLinks, operation: str, seconds: float) -> DeviceTimeout:
         waits.append(seconds)
         return timeout(links, operation, seconds)
+
+    def away(links: HostLinks, seconds: float) -> DeviceMissing:
+        waits.append(seconds)
+        return unreachable(links, seconds)
 
     with create(tmp_path, hosts, deadline_seconds=2.0) as pool:
         for number in range(3):
             pool.put(f"k{number}", noise(MIB, number))
-        monkeypatch.setattr(HostLinks, "_timeout", counted)
+        monkeypatch.setattr(HostLinks, "_timeout", late)
+        monkeypatch.setattr(HostLinks, "_unreachable", away)
         hosts[2].stop()
         pool.scrub()
         long = [seconds for seconds in waits if seconds > 1]
@@ -170,6 +178,55 @@ def test_beside_a_stopped_host_each_call_after_the_first_waits_little(
         del waits[:]
         assert pool.scrub().whole
         assert not waits
+
+
+@pytest.mark.parametrize("hangs", ["host", "disk"])
+def test_a_stopped_host_makes_no_failing_disks(
+    hosts: list[RigHost], tmp_path: Path, hangs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only calls that were under way fail with a timeout, which counts as an error of the disk; by
+    later ones the host itself is asked first. Where it answers, it is the disk that hangs."""
+    device = HostDevice(hosts[0].urls()[0], seconds=1.0)
+    device.prepare()
+    device.write_small("health.json", b"{}")
+    if hangs == "host":
+        hosts[0].stop()
+    else:
+        exchange = HostLinks._exchange
+
+        def hanging(links: HostLinks, stream: Any, operation: str, *rest: Any, **how: Any) -> Any:
+            if operation != DATA_PORT:
+                raise TimeoutError
+            return exchange(links, stream, operation, *rest, **how)
+
+        monkeypatch.setattr(HostLinks, "_exchange", hanging)
+    errors = []
+    for _ in range(5):
+        with pytest.raises(DeviceError) as found:
+            device.read_small("health.json", 10)
+        errors.append(type(found.value))
+    assert errors == [DeviceTimeout, *4 * [DeviceMissing if hangs == "host" else DeviceTimeout]]
+    if hangs == "host":
+        hosts[0].send(signal.SIGCONT)
+    monkeypatch.undo()
+    assert device.read_small("health.json", 10) == b"{}"
+    device.close()
+
+
+def test_a_host_that_is_cut_off_is_missing() -> None:
+    """No connection is made: nothing was called, and nothing is known of the disk."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(4)]
+        for one in waiting:  # the kernel drops what comes beyond its queue
+            one.setblocking(False)
+            one.connect_ex(address)
+        try:
+            with pytest.raises(DeviceMissing, match="Nothing was called"):
+                HostDevice(f"hpd://127.0.0.1:{address[1]}/0", seconds=0.6)
+        finally:
+            for one in waiting:
+                one.close()
 
 
 def test_a_device_of_a_host_that_is_not_there_is_missing(hosts: list[RigHost]) -> None:

@@ -9,21 +9,25 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from hpstore.config import load_config
 from hpstore.devices.local import LocalDevice
-from hpstore.errors import ConfigError
+from hpstore.devices.wrappers import DeviceWrapper
+from hpstore.errors import ConfigError, DeviceMissing
+from hpstore.format.records import IDENTITY_FILE
 from hpstore.pool.pool import Pool
 from hpstore.pool.session import PoolSession
 from hpstore.runtime.scheduler import Scheduler
 from hpstore.units import KIB, MIB
 from tests.fault.common import Bench, Gates, attempt, payload, poll, within, wrapping
 
+T = TypeVar("T")
 LIMIT, SIZE = 20.0, 300 * KIB
 
 
@@ -228,3 +232,34 @@ def test_a_place_that_hangs_while_it_is_added_blocks_no_other_change(
         gates.let_go()
         poll(LIMIT, lambda: attempt(lambda: pool.add_device(new)))
         assert new in pool.admin.devices.places.values()
+
+
+def test_a_place_that_goes_away_while_it_is_added_stays_in_the_settings(bench: Bench) -> None:
+    """It may be a member by then, of a host that restarts: without its place it would be lost."""
+    new = f"{bench.root}/new"
+    bench.create(4, data=2, parity=1).close()
+    os.mkdir(new)
+    LocalDevice(new).prepare()
+
+    class Leaving(DeviceWrapper):
+        """Is not there any more once it holds what makes it a device."""
+
+        written = False
+
+        def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
+            if self.written:
+                raise DeviceMissing(f"device {self.url}: connection refused", device=self.url)
+            return call()
+
+        def write_small(self, path: str, data: bytes) -> None:
+            super().write_small(path, data)
+            self.written = self.url == new and path == IDENTITY_FILE
+
+    with bench.open(wrap=lambda _, device: Leaving(device)) as pool:
+        with pytest.raises(DeviceMissing):
+            pool.add_device(new)
+        assert new in pool._session.config.devices
+    with bench.open() as pool:
+        attempt(lambda: pool.add_device(new))
+        pool.put("y", payload("y", SIZE))
+        assert len(pool.status().devices) == 5
