@@ -52,7 +52,7 @@ class ObjectStoreDevice(StoreDevice):
         self._base = f"{prefix}/" if prefix else ""
         self.quota = StoreQuota(self.url, capacity_bytes, self._sizes)
         self._counts = capacity_bytes > 0
-        self.conditions = ConditionalWrites(client, f"{self._base}{TMP}")
+        self.conditions = ConditionalWrites.of(client, f"{self._base}{TMP}")
 
     def _path(self, path: str) -> str:
         return f"{self._base}{path}".rstrip("/")
@@ -118,7 +118,7 @@ class ObjectStoreDevice(StoreDevice):
             new = encode_counter(name, value, pool_key)
             if new == data:
                 return value
-            only = etag if self.conditions.enforced() else None
+            only = etag if self.conditions.expected() else None
             with suppress(StoreChanged):
                 self.client.put(self._path(name), new, only=only)
                 return value

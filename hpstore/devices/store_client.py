@@ -109,6 +109,7 @@ def open_bucket(
         url=url,
         settings=settings,
         deadline_seconds=deadline_seconds,
+        bucket=(settings.endpoint, place.bucket),
     )
 
 
@@ -151,7 +152,10 @@ class _Provider:
 
 
 class StoreClient:
-    """A bucket. Thread-safe; calls block, and give up the GIL while they do."""
+    """A bucket. Thread-safe; calls block, and give up the GIL while they do.
+
+    `bucket`: the server and its name there; None where no other client has it.
+    """
 
     def __init__(
         self,
@@ -160,9 +164,11 @@ class StoreClient:
         url: str,
         settings: StoreSettings | None = None,
         deadline_seconds: float = 30.0,
+        bucket: tuple[str, str] | None = None,
     ) -> None:
         import obstore
 
+        self.bucket = bucket
         self.url, self.store, self._obstore = url, store, obstore
         self.settings = settings or StoreSettings()
         self.deadline_seconds = deadline_seconds

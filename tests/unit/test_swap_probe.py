@@ -8,11 +8,13 @@ from collections.abc import Callable
 
 import pytest
 
+from hpstore.devices import conditional_writes
 from hpstore.devices.conditional_writes import ConditionalWrites
 from hpstore.devices.object_store import ObjectStoreDevice
 from hpstore.devices.store_client import StoreClient
 from hpstore.errors import DeviceTimeout, RegistersUnavailable
 from hpstore.runtime.swap_probe import RACERS, ROUNDS, find_lapse
+from tests.fault.common import poll
 
 
 class _Records:
@@ -136,3 +138,38 @@ def test_a_device_whose_store_ignores_etags_raises_counters_without_conditions(
     assert "ignores conditions of writes (8 of 8 swaps of one revision were taken)" in caplog.text
     assert client.entries("tmp") == []
     assert client.entries("d/tmp") == []
+
+
+def test_no_counter_waits_for_a_store_that_lets_losers_of_a_race_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SeaweedFS does, for a second each: the first put of a pool took half a minute, and its
+    devices were taken for hung. They are tried meanwhile, once for two devices in one bucket."""
+    obstore = pytest.importorskip("obstore", reason="obstore is not installed (hpstore[s3])")
+    go, tried, asked = threading.Event(), threading.Event(), list[str]()
+
+    def slow(trial: object, name: str) -> str:
+        asked.append(name)
+        go.wait(60)
+        tried.set()
+        return "8 of 8 creates were taken"
+
+    def told(path: str, data: bytes, *, only: str | None = None) -> str:
+        conditions.append(only)
+        return put(path, data, only=only)
+
+    monkeypatch.setattr(conditional_writes, "find_lapse", slow)
+    monkeypatch.setattr(conditional_writes, "_of_buckets", {})
+    monkeypatch.setattr(ConditionalWrites.__init__, "__kwdefaults__", {"seconds": 0.0})
+    client = StoreClient(obstore.store.MemoryStore(), url="s3://b", bucket=("http://s", "b"))
+    put, conditions = client.put, list[str | None]()
+    monkeypatch.setattr(client, "put", told)
+    one, two = ObjectStoreDevice(client, "d0"), ObjectStoreDevice(client, "d1")
+    assert one.raise_counter("mark.json", 3) == two.raise_counter("mark.json", 3) == 3
+    assert conditions == ["", ""]  # as long as it is not known that they are ignored
+    go.set()
+    assert tried.wait(60)
+    poll(60.0, lambda: "ignores conditions of writes" in caplog.text)
+    assert one.raise_counter("mark.json", 4) == two.raise_counter("mark.json", 4) == 4
+    assert conditions[2:] == [None, None]
+    assert len(asked) == 1
