@@ -17,12 +17,14 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admitted:
     """A connection that may call. `who`: a name for sessions and logs. `until_seconds`: when its
-    certificate ends, by the monotonic clock."""
+    certificate ends, by the monotonic clock. `refused`: why it may do nothing, which is the answer
+    to its first call; "" for one that may."""
 
     sock: socket.socket
     who: str
     role: CallerRole
     until_seconds: float = math.inf
+    refused: str = ""
 
 
 Admit = Callable[[socket.socket, str], Admitted]
@@ -34,19 +36,19 @@ def admit_all(sock: socket.socket, address: str) -> Admitted:
 
 
 def admit_certified(files: TlsFiles) -> Admit:
-    """By certificates of the files' authority. Raises OSError for any other caller."""
+    """By certificates of the files' authority. Raises OSError for any other caller; one without a
+    role is refused by an answer, which is read where the end of a connection says nothing."""
 
     def admit(sock: socket.socket, address: str) -> Admitted:
         secured, caller = files.answer(sock)
         role = role_of(caller)
-        if role is None:
-            secured.close()
-            raise PermissionError(f"the certificate of {caller.name} has no role")
+        refused = f"the certificate of {caller.name} has no role, or several" if not role else ""
         return Admitted(
             sock=secured,
             who=f"{caller.name} at {address}",
-            role=role,
+            role=role or CallerRole.READER,
             until_seconds=caller.until_seconds,
+            refused=refused,
         )
 
     return admit

@@ -116,6 +116,8 @@ class ServedConnection:
             return self._refuse(_MALFORMED, error)
         if data is None:
             return False
+        if reason := self._admitted_as.refused:
+            return self._refuse(REFUSED, DeviceError(reason))
         if time.monotonic() > self._admitted_as.until_seconds:
             return self._refuse(REFUSED, DeviceError("the caller's certificate has ended"))
         left = [0]

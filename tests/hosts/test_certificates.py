@@ -117,7 +117,7 @@ def test_each_role_may_do_what_it_needs_and_no_more(service: HostService, tls: P
 
 
 def test_who_shows_no_certificate_of_the_authority_is_not_let_in(
-    service: HostService, tls: Path, tmp_path: Path
+    service: HostService, tls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain bytes, another authority, a host's certificate as a caller's, no role, two roles."""
     make_caller(tmp_path / "other", "keeper", CallerRole.KEEPER, 30)
@@ -128,6 +128,14 @@ def test_who_shows_no_certificate_of_the_authority_is_not_let_in(
     for files in (foreign, tls / "hosts/a"):
         with pytest.raises((DeviceDenied, DeviceMissing)):
             device_of(service, files)
+    with monkeypatch.context() as patch:
+        patch.setattr("hpstore.hosts.certificates.ROLE_URI", "urn:other:role:")
+        make_caller(tls, "nobody", CallerRole.KEEPER, 30)
+    for _ in range(4):  # the reason comes before the end of the connection
+        with pytest.raises(
+            DeviceDenied, match=r"the certificate of nobody has no role, or several"
+        ):
+            device_of(service, tls / "callers/nobody")
     with pytest.raises((DeviceMissing, DeviceError)):
         device_of(service, None)
     roles = ("urn:hpstore:role:writer", "urn:hpstore:role:keeper", "urn:hpstore:role:root")
