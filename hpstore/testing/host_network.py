@@ -28,6 +28,7 @@ _NAME = re.compile(r"hpnet-(\d+)-(\d+)-.+")
 _NAMESPACES = Path("/run/netns")
 _LOCK = Path("/run/hpnet.lock")  # held while an address range is chosen
 _RANGES = 512  # /24 ranges of 198.18.0.0/15, which is for tests of networks (RFC 2544)
+_OF_LINUX = ("setpriv", "nsenter")
 _GONE_SECONDS = 10.0  # for processes that were killed
 _SERIAL = count()
 
@@ -36,7 +37,7 @@ def network_problem() -> str | None:
     """Why namespaces cannot be used here, or None: makes one and takes it away."""
     if os.geteuid() != 0:
         return "needs root (network namespaces)"
-    packages = {"ip": "iproute2", "nft": "nftables", "setpriv": "util-linux"}
+    packages = {"ip": "iproute2", "nft": "nftables"} | dict.fromkeys(_OF_LINUX, "util-linux")
     for program, package in packages.items():
         if shutil.which(program) is None:
             return f"needs {program} (Debian: apt-get install {package})"
@@ -100,8 +101,7 @@ class HostNetwork(Closing):
     def command(self, name: str, words: Sequence[str]) -> list[str]:
         """A command line that runs there, and ends with the thread of this process that starts
         it."""
-        inside = ["ip", "netns", "exec", self.namespace(name)]
-        return [*inside, "setpriv", "--pdeathsig", "KILL", *words]
+        return [*_inside_of(self.namespace(name)), "setpriv", "--pdeathsig", "KILL", *words]
 
     def cut(self, name: str, other: str = "", *, one_way: bool = False, port: int = 0) -> None:
         """Lose all packets between a host and another one, `outside`, or ("") everything else.
@@ -134,7 +134,7 @@ class HostNetwork(Closing):
             self._filter(name, "add table inet cuts", "delete table inet cuts")
 
     def _filter(self, name: str, *lines: str) -> None:
-        run("ip", "netns", "exec", self.namespace(name), "nft", "; ".join(lines))
+        run(*_inside_of(self.namespace(name)), "nft", "; ".join(lines))
 
     def _address(self, name: str) -> str:
         return self.outside if name == "outside" else self.addresses[name]
@@ -225,9 +225,18 @@ def _free_range() -> str:
     raise OSError(f"all {_RANGES} ranges of addresses for test networks are in use")
 
 
+def _inside_of(space: str) -> list[str]:
+    """The beginning of a command line that runs in a namespace.
+
+    Not by `ip netns exec` or `ip -n`: these copy the mounts, so a filesystem that is unmounted here
+    meanwhile stays mounted there, and is not a fresh one when it is mounted again.
+    """
+    return ["nsenter", f"--net={_NAMESPACES / space}", "--"]
+
+
 def _batch(*lines: str, space: str = "") -> None:
     """Several commands of ip at once; OSError says what failed."""
-    command = ["ip", *(["-n", space] if space else []), "-batch", "-"]
+    command = [*(_inside_of(space) if space else []), "ip", "-batch", "-"]
     text = "".join(f"{line}\n" for line in lines)
     done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
     if done.returncode:

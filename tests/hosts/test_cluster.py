@@ -18,6 +18,9 @@ pytest.importorskip("httptools", reason="needs the extra hosts")
 
 from hpstore.testing import host_network
 from hpstore.testing.host_network import HostNetwork, network_problem, sweep_networks
+from hpstore.testing.loopfs import LoopFilesystem, loop_mounts_problem
+from hpstore.units import MIB
+from tests.fault.common import poll
 from tests.hosts.clusters import cluster_or_skip
 
 SERVES = """
@@ -35,7 +38,7 @@ LEAVES = """
 import os, signal, subprocess
 from hpstore.testing.host_network import HostNetwork
 network = HostNetwork("x")
-words = ["ip", "netns", "exec", network.namespace("x"), "sleep", "300"]
+words = ["nsenter", f"--net=/run/netns/{network.namespace('x')}", "sleep", "300"]
 child = subprocess.Popen(words, stdout=subprocess.DEVNULL)
 while not network.processes("x"):
     pass
@@ -95,6 +98,28 @@ def test_what_is_cut_loses_its_packets_and_nothing_else_does(network: HostNetwor
     assert reaches(network, "c", 81)
     network.heal()
     assert reaches(network, "b", 81)
+
+
+def test_a_filesystem_that_is_unmounted_is_held_by_no_host(
+    network: HostNetwork, tmp_path: Path
+) -> None:
+    """Mounted again it is a fresh one, though processes of hosts run: it was as it had been, shut
+    down, since they had copies of the mounts."""
+    problem = loop_mounts_problem()
+    if problem is not None:
+        pytest.skip(problem)
+    with (
+        LoopFilesystem(tmp_path, size_bytes=16 * MIB) as disk,
+        subprocess.Popen(network.command("b", ["sleep", "300"])) as child,
+    ):
+        try:
+            poll(60.0, lambda: bool(network.processes("b")))
+            Path(disk.path, "a").write_text("x")
+            disk.shutdown()
+            disk.remount()
+            Path(disk.path, "a").write_text("x")
+        finally:
+            child.kill()
 
 
 def test_a_killed_test_leaves_nothing_for_long(tmp_path: Path) -> None:
