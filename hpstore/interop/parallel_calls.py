@@ -13,6 +13,7 @@ from hpstore.format.geometry import BLOCK_BYTES
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.objects.read.pooled_reader import READ_TRIES, PooledReader
 from hpstore.pool.pool import Pool
+from hpstore.runtime.fresh_bytes import fresh_bytes
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.units import MIB
 
@@ -123,7 +124,15 @@ def merge_parts(spans: Sequence[Span]) -> tuple[list[Span], list[int]]:
     return runs, run_of
 
 
-def read_parts(reader: PooledReader, spans_of: Callable[[int], Sequence[Span]]) -> list[Bytes]:
+def _empty(nbytes: int) -> Bytes:
+    return np.empty(nbytes, np.uint8)
+
+
+def read_parts(
+    reader: PooledReader,
+    spans_of: Callable[[int], Sequence[Span]],
+    allocate: Callable[[int], Bytes] = _empty,
+) -> list[Bytes]:
     """The bytes of all spans [low, high), each (high - low,) uint8, all of one version.
 
     `spans_of(size)` says them for an object of `size` bytes; it is asked again when the object is
@@ -133,7 +142,7 @@ def read_parts(reader: PooledReader, spans_of: Callable[[int], Sequence[Span]]) 
     for _ in range(READ_TRIES):
         version, spans = reader.version, spans_of(reader.size)
         runs, run_of = merge_parts(spans)
-        arrays = [np.empty(high - low, np.uint8) for low, high in runs]
+        arrays = [allocate(high - low) for low, high in runs]
         try:
             reader.read_ranges(runs, _filler(runs, arrays))
         except ValueError:
@@ -165,7 +174,14 @@ def _filler(runs: Sequence[Span], arrays: Sequence[Bytes]) -> Callable[[int, Byt
 
 def read_slice(reader: PooledReader, start: int | None, end: int | None) -> bytes:
     """A slice of an object, of one version."""
-    return read_parts(reader, lambda size: [slice_bounds(size, start, end)])[0].tobytes()
+    made = [b""]
+
+    def allocate(nbytes: int) -> Bytes:
+        made[0], memory = fresh_bytes(nbytes)
+        return memory
+
+    read_parts(reader, lambda size: [slice_bounds(size, start, end)], allocate)
+    return made[0]
 
 
 def _attempt(reader: PooledReader, start: int | None, end: int | None) -> bytes | Exception:

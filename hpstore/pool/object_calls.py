@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import numpy as np
-
 from hpstore.format.column_header import Metadata, encode_metadata
 from hpstore.format.keys import check_key
 from hpstore.membership.members import check_unit
@@ -22,6 +20,7 @@ from hpstore.objects.write.stripe_writer import Throttle
 from hpstore.pool.loss_tolerance import require_stored, require_tolerance, wanted_losses
 from hpstore.pool.session import PoolSession
 from hpstore.runtime.clock import Clock
+from hpstore.runtime.fresh_bytes import fresh_bytes
 from hpstore.runtime.rate_limit import RateLimit
 
 T = TypeVar("T")
@@ -106,10 +105,10 @@ def get_bytes(
         stop = size if end is None else min(end, size)
         if start < 0 or stop < 0:
             raise ValueError(f"range [{start}, {end}) is negative")
-        buffer = bytearray(max(0, stop - start))
-        if buffer:
-            reader.read_into(start, np.frombuffer(buffer, np.uint8))
-        return bytes(buffer)
+        found, memory = fresh_bytes(max(0, stop - start))
+        if found:
+            reader.read_into(start, memory)
+        return found
 
     return _read(session, key, read, version)
 

@@ -81,6 +81,13 @@ def touch(array: Bytes) -> None:
         array[-1] = 0
 
 
+def advise_huge(address: int, nbytes: int) -> None:
+    """Let anonymous memory have huge pages where they are given, as far as whole ones are in it."""
+    start, end = round_up(address, HUGE_BYTES), (address + nbytes) // HUGE_BYTES * HUGE_BYTES
+    if end > start:
+        _madvise(start, end - start, mmap.MADV_HUGEPAGE)  # a kernel without them: 4 KiB ones
+
+
 class PageLocks(Protocol):
     """What page-locks memory for a GPU."""
 

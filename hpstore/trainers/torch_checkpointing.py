@@ -18,6 +18,7 @@ from hpstore.errors import InvalidKey, ObjectNotFound
 from hpstore.format.keys import check_key
 from hpstore.interop.filesystem.file_streams import WholeOrNothing
 from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.runtime.fresh_bytes import fresh_bytes
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
 
@@ -403,10 +404,10 @@ class PooledStream(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        rest = bytearray(max(0, self.size - self._at))
-        if rest and self.readinto(rest) != len(rest):
+        rest, memory = fresh_bytes(max(0, self.size - self._at))
+        if rest and self.readinto(memory) != len(rest):
             raise OSError("a file became shorter while it was read")
-        return bytes(rest)
+        return rest
 
     def close(self) -> None:
         if not self.closed:

@@ -25,6 +25,7 @@ from hpstore.checkpoint.dcp.storage_reader import checked_bytes
 from hpstore.checkpoint.format.backed_bytes import Backed
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import by_name
+from hpstore.checkpoint.restore.fresh_memory import fresh
 from hpstore.checkpoint.restore.read_items import bytes_read, run_reads
 from hpstore.checkpoint.restore.tensor_stream import TensorStream
 from hpstore.checkpoint.state.scalars import dtype_named
@@ -113,7 +114,7 @@ class DcpFiles:
         facts: DcpTensor = self._entries.tensors[name]
         if len(facts.parts) == 1:
             return self._checked(name, facts, self._stored(name, facts.parts[0][1]), facts.shape)
-        whole = torch.empty(facts.shape, dtype=facts.dtype, device="cpu")
+        whole = fresh(facts.shape, facts.dtype, None)
         for box, place in facts.parts:
             part = self._checked(name, facts, self._stored(name, place), box.sizes)
             target = whole

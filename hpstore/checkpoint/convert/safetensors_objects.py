@@ -15,6 +15,7 @@ from hpstore.checkpoint.convert.safetensors_files import (
     header,
     read_header,
 )
+from hpstore.checkpoint.restore.fresh_memory import fresh
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError, MalformedFile
 from hpstore.objects.read.pooled_reader import PooledReader
@@ -73,7 +74,7 @@ def read_safetensors_object(reader: PooledReader, where: str) -> dict[str, torch
         return bytes(found[:got])
 
     start, rows = read_header(read, reader.size, where)
-    found = {row.name: torch.empty(row.shape, dtype=row.dtype, device="cpu") for row in rows}
+    found = {row.name: fresh(row.shape, row.dtype, None) for row in rows}
     for run in _runs(rows):
         data: Bytes = (
             _flat(found[run[0].name])

@@ -14,6 +14,7 @@ import torch
 
 from hpstore.checkpoint.convert.dcp_sources import SCHEME
 from hpstore.checkpoint.convert.torch_files import read_torch_file, require_bounded, tensors_in
+from hpstore.checkpoint.restore.fresh_memory import fresh
 from hpstore.errors import CheckpointError, HpstoreError, MalformedFile
 from hpstore.format.untrusted_bytes import brief, most_inflated
 from hpstore.interop.filesystem import PoolFileSystem
@@ -58,7 +59,7 @@ class TorchSource(AbstractContextManager["TorchSource"]):
             return found.detach()
         if not found.numel():
             return torch.empty(found.shape, dtype=found.dtype, device="cpu")
-        flat = torch.empty(_spanned(found), dtype=found.dtype, device="cpu")
+        flat = fresh((_spanned(found),), found.dtype, None)
         self._file.seek(_offset(found) + int(found.storage_offset()) * found.element_size())
         target = flat.view(torch.uint8).numpy().data
         while target:

@@ -16,6 +16,8 @@ from hpstore.errors import VersionConflict
 from hpstore.interop.filesystem.unclosed_streams import put_aside, remember
 from hpstore.interop.filesystem.write_buffer import Spool
 from hpstore.objects.read.pooled_reader import PooledReader
+from hpstore.runtime.buffers import HUGE_BYTES
+from hpstore.runtime.fresh_bytes import fresh_bytes
 from hpstore.units import KIB
 
 _log = logging.getLogger(__name__)
@@ -63,9 +65,9 @@ class _ObjectFile(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        rest = bytearray(max(0, self.size - self._position))
-        count = self.readinto(rest) if rest else 0
-        return bytes(memoryview(rest)[:count])
+        rest, memory = fresh_bytes(max(0, self.size - self._position))
+        count = self.readinto(memory) if rest else 0
+        return rest[:count]
 
     def _check_open(self) -> None:
         if self.closed:
@@ -96,6 +98,14 @@ class ReadStream(io.BufferedReader):
         self._file = _ObjectFile(reader, path)
         super().__init__(self._file, buffer_bytes)
         self.path, self.fs, self.blocksize = path, fs, buffer_bytes
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        rest = self.size - self.tell()
+        count = rest if size is None or size < 0 else min(size, rest)
+        if count < HUGE_BYTES or (size is not None and size < -1):  # which is an error
+            return super().read(size)
+        found, memory = fresh_bytes(count)
+        return found[: self.readinto(memory.data)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[object, ...]:
         """In another process: the same version at the same position, opened there."""
