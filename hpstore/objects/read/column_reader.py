@@ -63,8 +63,9 @@ class ColumnReader:
         self.pool_key = pool_key
         self._device, self._handle = device, handle
         self._checks: tuple[ColumnChecks, NDArray[np.uint64]] | None = None  # and the table
+        self._asked = False  # somebody reads the table for the first time
         self._users = 1
-        self._lock = threading.Lock()  # guards _users, changes of _handle, when _checks is read
+        self._lock = threading.Lock()  # guards _users, _asked, changes of _handle, of _checks
 
     @property
     def in_memory(self) -> bool:
@@ -105,7 +106,10 @@ class ColumnReader:
 
         Raises BlocksDamaged with all blocks that do not match.
         """
-        self._checks_and_table()
+        with self._lock:
+            first, self._asked = not self._asked, True
+        if first:  # whoever reads beside it needs the table only when its bytes are there
+            self._checks_and_table()
         self._handle.read_into(HEADER_BYTES + start, target)
         self.check(start, target)
 
