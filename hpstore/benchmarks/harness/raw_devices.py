@@ -98,7 +98,8 @@ class RawFiles:
 
 
 def bench_devices(options: Options) -> dict[str, object]:
-    """put new and recycled, get healthy and degraded, open with many objects."""
+    """put new and recycled, get healthy and degraded, into memory that is there and as bytes, open
+    with many objects."""
     with workspace(options) as root:
         results = bench_put_get(root / "large", options)
         results |= bench_open(root / "many")
@@ -128,6 +129,7 @@ def bench_put_get(root: Path, options: Options) -> dict[str, object]:
             "raw read": lambda: raw.read(target, DATA),
             "get": lambda: seconds(lambda: fresh.read_into("object", target.data)),
             "get degraded": lambda: seconds(lambda: degraded.read_into("object", target.data)),
+            "get as bytes": lambda: seconds(lambda: fresh.get("object")),
         },
         options.repeats,
     )
@@ -148,6 +150,7 @@ def bench_put_get(root: Path, options: Options) -> dict[str, object]:
         "put_recycled_to_put_new": ratio(writes["put recycled"], writes["put"]),
         "get_to_raw_read": ratio(reads["get"], reads["raw read"]),
         "get_degraded_to_get": ratio(reads["get degraded"], reads["get"]),
+        "get_as_bytes_to_get": ratio(reads["get as bytes"], reads["get"]),
         "memory_peak_bytes": peak,
         "memory_budget_bytes": fresh.config.settings.memory_bytes,
     }
