@@ -50,9 +50,16 @@ command line.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
+
+# how the messages here begin to say what is as it was before
+_PROMISE = re.compile(
+    r"[;,.]? (?:[Nn]othing (?:was|of)|Objects are untouched|[Tt]he membership is unchanged"
+    r"|the version before it is unchanged)\b"
+)
 
 
 class HpstoreError(Exception):
@@ -351,3 +358,9 @@ class DirectUnavailable(DirectError):
     """GPUDirect cannot be used here; the path over pinned memory can. Nothing was read."""
 
     exit_code = 61
+
+
+def without_promise(error: BaseException) -> str:
+    """What went wrong, in words, without "Nothing was changed" and all that follows it: for a
+    caller that had changed something before the call which failed. Ends with a full stop."""
+    return _PROMISE.split(str(error), maxsplit=1)[0].rstrip(".") + "."

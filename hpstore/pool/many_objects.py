@@ -163,13 +163,15 @@ def _whole(results: Mapping[str, T | Exception], keys: Sequence[str], what: str)
     if not failed:
         return done
     first = next(iter(failed))
+    unclear = any(getattr(e, "maybe_visible", False) for e in failed.values())
     error = SomeFailed(
-        f"{len(failed)} of {len(keys)} objects are not {what}, the first is {first!r}: "
+        f"{len(failed)} of {len(keys)} objects are not {what}{' for certain' if unclear else ''}, "
+        f"the first is {first!r}: "
         f"{type(failed[first]).__name__}: {failed[first]} The {len(done)} others are {what}, "
         "durably. `failed` of this error has the reason of each; the call may be repeated for "
         "these.",
         key=first,
     )
     error.done, error.failed = tuple(done), failed
-    error.maybe_visible = any(getattr(e, "maybe_visible", False) for e in failed.values())
+    error.maybe_visible = unclear
     raise error from failed[first]

@@ -14,6 +14,7 @@ from hpstore.errors import (
     RegistersForeign,
     RegistersUnavailable,
     VersionConflict,
+    without_promise,
 )
 from hpstore.format.column_header import Metadata
 from hpstore.format.keys import Kind, Version
@@ -23,6 +24,7 @@ from hpstore.objects.survey import newest_by_name, stable_survey, survey_keys
 from hpstore.objects.survey_limits import require_known
 from hpstore.objects.write.many_writes import is_plain, tombstones_together
 from hpstore.objects.write.put import (
+    MAYBE_DELETED,
     MAYBE_STORED,
     put_object,
     remove_replaced,
@@ -55,7 +57,7 @@ def put_if(
     left = False  # whether an attempt may be visible
     written: Version | None = None  # by an attempt whose claim was lost before it was given back
     for _ in range(_TRIES):
-        claim = claims.take(key)
+        claim = _taken(claims, key, MAYBE_STORED if left else "")
         token = if_version if written is None else version_token(*written.content)
         try:
             return put_object(
@@ -93,6 +95,16 @@ def put_if(
     raise failed
 
 
+def _taken(claims: Claims, key: str, before: str) -> KeyClaim:
+    """The claim of a key. `before`: what an earlier try may have left, which an error says then."""
+    try:
+        return claims.take(key)
+    except BaseException as error:
+        if before:
+            say_maybe(error, before)
+        raise
+
+
 class _WrittenInVain(ClaimLost):
     """A version is there whole, and the claim that it was written under is another process'."""
 
@@ -115,8 +127,9 @@ def bar_puts(store: PoolContext, claims: Claims, key: str, *, removes: str | Non
     version `removes` is deleted. Raises TooFewDevices, LockTimeout, RegistersUnavailable: then
     nothing is decided.
     """
+    written = False
     for _ in range(_TRIES):
-        claim = claims.take(key)
+        claim = _taken(claims, key, MAYBE_DELETED if written else "")
         try:
             survey = stable_survey(store, key, absent=True, patience=PATIENCE)
             require_known(store.view, survey)
@@ -128,7 +141,8 @@ def bar_puts(store: PoolContext, claims: Claims, key: str, *, removes: str | Non
             ):
                 return False
             columns = write_tombstone(store, key, survey, next_counter=claim.next_counter)
-            claim.give_back()
+            written = True
+            _give_back(claim, key, f"a tombstone of {key!r} was written, and may count or not")
             remove_replaced(store, key, survey, columns)
             store.deleted.append((columns.version.counter, key))
             return True
@@ -149,8 +163,9 @@ def remove_versions(
         by_claim[key_register(key)][key] = version
     failed: dict[str, HpstoreError] = {}
     for part in by_claim.values():
+        begun: set[str] = set()
         try:
-            left = part.keys() - _remove_together(store, claims, part)
+            left = part.keys() - _remove_together(store, claims, part, begun)
         except HpstoreError as error:
             failed |= dict.fromkeys(part, error)
             continue
@@ -158,14 +173,17 @@ def remove_versions(
             try:
                 bar_puts(store, claims, key, removes=part[key])
             except HpstoreError as error:
+                if key in begun and not error.maybe_visible:
+                    say_maybe(error, MAYBE_DELETED)
                 failed[key] = error
     return failed
 
 
 def _remove_together(
-    store: PoolContext, claims: Claims, going: Mapping[str, str]
+    store: PoolContext, claims: Claims, going: Mapping[str, str], begun: set[str]
 ) -> Collection[str]:
-    """Delete those of which one look is enough, if they are several; which are durably gone."""
+    """Delete those of which one look is enough, if they are several; which are durably gone.
+    `begun` becomes those of which a tombstone may be there."""
     if len(going) == 1:
         return ()
     claim = claims.take(min(going))
@@ -185,8 +203,11 @@ def _remove_together(
         def next_counter(seen: int) -> int:  # one for all: they are different keys
             return claim.counter if claim.counter > seen else claim.next_counter(seen)
 
+        begun.update(here)
         gone = tombstones_together(store, here, next_counter)
-        claim.give_back()
+        if gone:
+            said = f"tombstones of {len(gone)} objects were written, and may count or not"
+            _give_back(claim, min(gone), said)
     except ClaimLost:  # they are gone, or there with a version that came after
         store.metrics.count("claim_lost_total")
         return ()
@@ -212,17 +233,22 @@ def _acknowledge(claim: KeyClaim, key: str, version: Version) -> None:
     and be about to write. Raises _WrittenInVain; RegistersUnavailable when it cannot be told.
     """
     try:
-        claim.give_back()
+        said = f"put of {key!r} may have been stored, and is not acknowledged"
+        _give_back(claim, key, said)
     except ClaimLost as error:
         lost = _WrittenInVain(str(error))
         lost.version = version
         raise lost from error
+
+
+def _give_back(claim: KeyClaim, key: str, said: str) -> None:
+    """Give a claim back under which something was written. Raises ClaimLost; RegistersUnavailable,
+    which begins with what is `said`, where it is not known whether that counts."""
+    try:
+        claim.give_back()
     except (RegistersUnavailable, RegistersForeign, LockTimeout) as error:
-        reason = str(error).partition(" Nothing was changed")[0]  # in the registers, that is
         untold = RegistersUnavailable(
-            f"put of {key!r} may have been stored, and is not acknowledged: {reason} Read it "
-            "before you put it again.",
-            key=key,
+            f"{said}: {without_promise(error)} Look with stat() before you do it again.", key=key
         )
         untold.maybe_visible = True
         raise untold from error

@@ -16,6 +16,7 @@ from hpstore.errors import (
     PoolFull,
     TooFewDevices,
     VersionConflict,
+    without_promise,
 )
 from hpstore.format.column_header import Metadata
 from hpstore.format.geometry import Geometry
@@ -183,13 +184,14 @@ def write_new_version(
 
 
 def say_maybe(error: BaseException, text: str) -> None:
-    """An attempt of a put was left where readers may see it: its error must not deny that.
+    """An attempt of a put was left where readers may see it: its error must not deny that, nor
+    promise that nothing was changed.
 
     `text`: MAYBE_STORED or MAYBE_DELETED.
     """
     if isinstance(error, HpstoreError):
         error.maybe_visible = True
-        error.args = (f"{error} {text}", *error.args[1:])
+        error.args = (f"{without_promise(error)} {text}", *error.args[1:])
     else:
         error.add_note(text)
 
