@@ -381,6 +381,9 @@ class Steps:
         CheckpointError
             There is none whose steps are still kept, the run has committed steps since, a save is
             under way, or devices are missing that hidden steps need. Nothing was changed.
+        HpstoreError
+            Devices failed in the middle: some of the steps are back, as the message says. The
+            others are still kept.
         """
         self._saver.wait()
         chosen = may_take_back(self._catalog, name)

@@ -6,12 +6,15 @@ import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.catalog import rollback
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, HpstoreError
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
 from tests.integration import rolled_back
@@ -20,6 +23,7 @@ from tests.integration.test_checkpoint_crashes import open_crashing
 from tests.thorough import crash_points
 
 run = rolled_back.run  # a fixture
+between = rolled_back.between  # a fixture
 
 
 LINES = [dict(list(EVERY.items())[:count]) for count in (2, 3, 4)]  # each ends at a later step
@@ -119,3 +123,47 @@ def test_a_crash_in_the_removal_leaves_all_or_nothing_to_take_back(tmp_path: Pat
         lambda ckpt: ckpt.steps.collect_garbage(),
         check,
     )
+
+
+def test_a_rollback_that_devices_stop_says_what_is_hidden(
+    tmp_path: Path, between: Callable[..., None]
+) -> None:
+    """What they say is of one object, that nothing was changed: a step is hidden already."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=4, unit_bytes=16 * KIB)
+    with harness.open() as pool, checkpointer(pool) as ckpt:
+        save(ckpt, 1, 2, 3, 4)
+        between("_remove_original", 3, lambda: harness.lose(harness.urls[:2]))
+        with pytest.raises(HpstoreError, match=r"\[3, 4\] are hidden in part: .*undo_rollback"):
+            ckpt.rollback(2)
+        harness.bring_back()
+        pool.admin.refresh()
+        assert ckpt.steps() == [1, 2, 3]
+        assert ckpt.rollback(2).hidden == (3,)
+        all_back(ckpt)
+        assert held(ckpt) == EVERY
+
+
+def test_an_undo_that_devices_stop_says_that_it_is_done_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(tmp_path, data=2, parity=1, devices=4, unit_bytes=16 * KIB)
+    with harness.open() as pool, checkpointer(pool) as ckpt:
+        save(ckpt, 1, 2, 3, 4)
+        ckpt.rollback(2)
+        put = rollback.put_manifest
+
+        def losing(steps: StepCatalog, step: int, *args: Any, **options: Any) -> Any:
+            if step == 4:
+                harness.lose(harness.urls[:2])
+            return put(steps, step, *args, **options)
+
+        monkeypatch.setattr(rollback, "put_manifest", losing)
+        with pytest.raises(HpstoreError, match=r"\[3, 4\] are taken back in part") as said:
+            ckpt.steps.undo_rollback()
+        assert "Nothing was changed" not in str(said.value)
+        monkeypatch.undo()
+        harness.bring_back()
+        pool.admin.refresh()
+        assert ckpt.steps() == [1, 2, 3]
+        ckpt.steps.undo_rollback()
+        assert held(ckpt) == EVERY

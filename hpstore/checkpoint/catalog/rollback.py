@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from hpstore.errors import (
     IntegrityError,
     ObjectNotFound,
     VersionConflict,
+    without_promise,
 )
 from hpstore.maintenance.deferred_repair import note_key
 
@@ -55,7 +56,7 @@ def hide_later(
     and no save under way.
 
     In force on return. Raises CheckpointError, what the pool raises: then the run ends at a later
-    step than that, or as before; call it again.
+    step than that, as the error says, or as before; call it again.
     """
     pool = steps.pool
     _end_saves(steps, session)
@@ -78,13 +79,32 @@ def hide_later(
     except (HpstoreError, OSError):
         _abandon(steps, made)
         raise
-    for number in reversed(later):
-        _remove_original(steps, number, versions[number])
-    for name, kept in names.items():
-        _let_go(steps, name, kept)
-    pool.delete_many([note_key(steps.prefix)], missing_ok=True)  # it names what goes no more
-    _require_end(steps, made)
+    with _saying_what_stands(f"the later steps {later[-8:]} are hidden in part", made.name):
+        for number in reversed(later):
+            _remove_original(steps, number, versions[number])
+        for name, kept in names.items():
+            _let_go(steps, name, kept)
+        pool.delete_many([note_key(steps.prefix)], missing_ok=True)  # it names what goes no more
+        _require_end(steps, made)
     return made
+
+
+@contextmanager
+def _saying_what_stands(said: str, name: str) -> Iterator[None]:
+    """Errors of devices begin with what is `said`: what they say themselves is of one object, and
+    steps were moved before. A CheckpointError says it by itself."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except HpstoreError as error:
+        raise type(error)(
+            f"{said}: {without_promise(error)} All of them are kept, where they are now. When that "
+            "is mended, call it again to go on; after a rollback steps.undo_rollback"
+            f"({name!r}) brings them back",
+            device=error.device,
+            key=error.key,
+        ) from error
 
 
 def _require_both_ends(steps: StepCatalog, made: Rollback, version: str) -> None:
@@ -245,8 +265,8 @@ def may_take_back(steps: StepCatalog, name: str | None) -> Rollback:
 def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
     """Commit again what a rollback has hidden. The caller has the fence as `session`.
 
-    In force on return; after a crash in the middle, call it again. Raises CheckpointError: nothing
-    was changed.
+    In force on return; after a crash in the middle, or an error that says that it is done in part,
+    call it again. Raises CheckpointError: nothing was changed.
     """
     found = _chosen(_records(steps), name, steps.prefix)
     record = found.rollback
@@ -254,6 +274,16 @@ def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
     copies = _whole_copies(steps, record)
     _require_none_since(steps, record, copies)
     found = _moved(steps, found, RollbackState.RETURNING)  # from now on nothing of it expires
+    said = f"the steps {list(record.hidden[-8:])} are taken back in part"
+    with _saying_what_stands(said, record.name):
+        _put_back(steps, found, copies)
+        done = _moved(steps, found, RollbackState.RETURNED)
+    return replace(done.rollback, hidden=tuple(sorted(copies)))
+
+
+def _put_back(steps: StepCatalog, found: _Found, copies: Mapping[int, bytes]) -> None:
+    """Commit what the copies are of, with the protections that it had."""
+    record = found.rollback
     for step, data in sorted(copies.items()):
         try:
             look = partial(_require_returning, steps, found)
@@ -267,8 +297,6 @@ def take_back(steps: StepCatalog, name: str, *, session: str) -> Rollback:
     lost = [step for step in record.hidden if step not in copies]
     if lost:
         _log.warning("steps %s under %r could not be taken back", lost[:8], steps.prefix)
-    done = _moved(steps, found, RollbackState.RETURNED)
-    return replace(done.rollback, hidden=tuple(sorted(copies)))
 
 
 def _require_returning(steps: StepCatalog, found: _Found) -> FenceRecord | None:
