@@ -337,6 +337,53 @@ def test_a_rollback_is_refused_while_a_tier_cannot_take_part(
         assert steps_in(pool) == [1, 2]
 
 
+def test_no_tier_lets_steps_go_before_all_can_take_part(
+    pool: Pool, cold: Pool, tmp_path: Path
+) -> None:
+    """The last of them is away: the first has lost no step for good."""
+    devices = [tmp_path / f"far{number}" for number in range(3)]
+    with (
+        hpstore.create(devices, data=1, parity=1, config=tmp_path / "far.toml") as far,
+        checkpointer(pool, tiers=[Tier(pool=cold), Tier(pool=far)]) as ckpt,
+    ):
+        save_all(ckpt, 1, 2)
+        for device in devices[:2]:
+            shutil.rmtree(device)
+        with pytest.raises(TooFewDevices):
+            ckpt.rollback(1, force=True)
+        assert [steps_in(one) for one in (pool, cold)] == [[1, 2]] * 2
+
+
+def test_a_rollback_that_fails_names_the_tiers_that_have_let_steps_go(
+    pool: Pool, cold: Pool
+) -> None:
+    with checkpointer(pool, tiers=[Tier(pool=cold)]) as ckpt:
+        save_all(ckpt, 1, 2)
+        pool.put(f"{RUN}/attempts/000000000003-00ff", b"who knows")
+        with pytest.raises(CheckpointError, match=r"Nothing was hidden.* cold let later steps go"):
+            ckpt.rollback(1)
+        assert (steps_in(pool), steps_in(cold)) == ([1, 2], [1])
+
+
+def test_a_copy_of_a_step_that_went_is_not_said_to_be_committed(
+    pool: Pool, cold: Pool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the first pool: it was deleted while it was copied."""
+    put = Pool.put
+
+    def acting(there: Pool, key: str, data: object, *args: Any, **options: Any) -> Any:
+        if there is cold and key.endswith("/manifest"):
+            StepCatalog(pool, RUN).delete(1)
+        return put(there, key, data, *args, **options)
+
+    monkeypatch.setattr(Pool, "put", acting)
+    with checkpointer(pool, tiers=[Tier(pool=cold)]) as ckpt:
+        save_all(ckpt, 1)
+        assert ckpt.steps() == []
+    assert "step 1 was not copied to cold" in caplog.text
+    assert "is committed" not in caplog.text
+
+
 def test_a_tier_that_is_away_fails_no_save(
     pool: Pool, cold: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

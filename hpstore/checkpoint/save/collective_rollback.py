@@ -13,7 +13,7 @@ from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.save.saver import Saver
-from hpstore.errors import CheckpointError, ConfigError
+from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 
 _log = logging.getLogger(__name__)
 ROLLBACK_SECONDS = 7 * 24 * 3600.0
@@ -62,16 +62,22 @@ def _lead(steps: StepCatalog, saver: Saver, step: int, grace_ms: int, force: boo
     """What rank 0 does."""
     saver.tiers.bring(step)
     may_hide(steps, step, force=force)  # before another process loses its fence for nothing
-    saver.tiers.go_back(step, force=force)  # first: a later step left in a tier would be restored
-    session = saver.go_back()
-    done = hide_later(
-        steps,
-        step,
-        session=session,
-        grace_ms=grace_ms,
-        now_ms=now_milliseconds(),
-        force=force,
-    )
+    # first: a later step left in a tier would be restored
+    emptied = saver.tiers.go_back(step, force=force)
+    try:
+        done = hide_later(
+            steps,
+            step,
+            session=saver.go_back(),
+            grace_ms=grace_ms,
+            now_ms=now_milliseconds(),
+            force=force,
+        )
+    except HpstoreError as error:
+        if emptied:
+            text = f"{str(error).rstrip('.')}. Before that {', '.join(emptied)} let later steps go"
+            raise type(error)(text, device=error.device, key=error.key) from error
+        raise
     if done.hidden:
         _log.warning(
             "%r went back to step %d: the later steps %s are hidden, and kept for %.0f s. "

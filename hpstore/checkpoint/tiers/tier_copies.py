@@ -15,7 +15,7 @@ from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.tiers.copy_step import CopyReport, CopyStopped, copy_step
 from hpstore.checkpoint.tiers.hidden_copies import hidden_copies
 from hpstore.checkpoint.tiers.tier import Tier, is_due
-from hpstore.errors import CheckpointError, HpstoreError, ThreadsExhausted
+from hpstore.errors import CheckpointError, HpstoreError, ThreadsExhausted, without_promise
 from hpstore.runtime.clock import SystemClock
 from hpstore.runtime.threads import start_thread
 
@@ -152,9 +152,11 @@ class TierCopier:
             if isinstance(error, CopyStopped):
                 return
             self._counters["tier_copies_failed_total"] += 1
+        unclear = getattr(error, "maybe_visible", False)
         _log.warning(
-            "step %d was not copied to %s; it is committed in %s as before: %s",
+            "step %d %s %s, from %s: %s",
             step,
+            "may be copied or not to" if unclear else "was not copied to",
             self.tier.name,
             self._source.pool.config.name,
             error,
@@ -276,19 +278,29 @@ class TierCopies:
                 copy_step(copier.catalog, step, self._source)
                 return
 
-    def go_back(self, step: int, *, force: bool) -> None:
+    def go_back(self, step: int, *, force: bool) -> list[str]:
         """Before a rollback: later steps leave the tiers, whoever copies them. The first pool has
-        what can be taken back. Raises CheckpointError, what a tier raises: the run is as before."""
+        what can be taken back. Returns the names of the tiers that had some. Raises
+        CheckpointError, with the run as before; or what a tier raises in the middle, saying so."""
         if not force:
             kept = set(self._source.all()) if self.copiers else set()
             for copier in self.copiers:
                 _require_kept(copier, step, kept)
-        for copier in self.copiers:
+        for copier in self.copiers:  # all, before a step of any goes: the last may refuse
             copier.end()
             copier.end_others()
-            catalog = copier.catalog
-            for later in reversed([number for number in catalog.all() if number > step]):
-                catalog.delete(later, force=True)
+        later = {c: [number for number in c.catalog.all() if number > step] for c in self.copiers}
+        for copier, numbers in later.items():
+            try:
+                for number in reversed(numbers):
+                    copier.catalog.delete(number, force=True)
+            except HpstoreError as error:
+                raise type(error)(
+                    f"the later steps {numbers[-8:]} in {copier.tier.name} are deleted there in "
+                    f"part: {without_promise(error)} In the first pool nothing was hidden. When "
+                    "that is mended, call rollback() again"
+                ) from error
+        return [copier.tier.name for copier, numbers in later.items() if numbers]
 
     def close(self) -> None:
         """Give up what is under way: the next process of the run copies it."""
