@@ -98,6 +98,9 @@ def test_what_a_damaged_step_was_read_into_is_named(
         assert "such as 'x', may hold parts of a damaged later step" in caplog.text
         with pytest.raises(HpstoreError, match="2 tensors of the state, such as 'w', may hold"):
             ckpt.restore(blank(), step=2)
+        with pytest.raises(CheckpointMismatch, match=r"'x'.* such as 'w', may hold parts") as said:
+            ckpt.restore(blank())  # the older step, in its place, does not fit
+        assert "Nothing was changed" not in str(said.value)
         ckpt.delete(1)
         with pytest.raises(CheckpointError, match=r"none of the 1 .* such as 'w', may hold parts"):
             ckpt.restore(blank())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -85,3 +86,26 @@ def test_a_small_save_of_many_ranks_is_one_put(tmp_path: Path, world: int) -> No
         for rank in range(world):
             assert torch.equal(loaded[f"own@{rank}/x"], torch.full((3_000 + rank,), 10.0 + rank))
             assert loaded[f"own@{rank}/empty"].shape == (0, rank + 1)
+
+
+def refused_by_one(rank: int, world: int, directory: Path) -> None:
+    """Rank 1 refuses what rank 0 has read by then: its word that nothing was changed is not of the
+    state of rank 0."""
+    with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, {"w": torch.full((1000,), 1.0), "a": np.ones(3)}).result()
+        state = {"w": torch.zeros(1000), "a": np.zeros(3)}
+        state["a"].flags.writeable = rank == 0  # type: ignore[union-attr]
+        said = raised(lambda: ckpt.restore(state))
+        assert "read-only array" in said, said
+        if rank == 0:
+            assert state["w"].any()
+            assert "2 tensors of the state, such as 'a', may hold parts" in said, said
+            assert "Nothing was changed" not in said, said
+        else:
+            assert not state["w"].any()
+            assert "Nothing was changed" in said, said
+
+
+def test_a_rank_that_refuses_does_not_speak_for_the_others(tmp_path: Path) -> None:
+    make_pool(tmp_path)
+    launch(tmp_path, 2, refused_by_one)

@@ -23,6 +23,7 @@ from hpstore.errors import (
     IntegrityError,
     ObjectNotFound,
     RedundancyError,
+    without_promise,
 )
 from hpstore.runtime.lacks import blamed, lacks_total
 
@@ -51,7 +52,15 @@ def restore_together(
     while (candidate := _next(ranks, catalogs, step, tried)) is not None:
         tried.add(candidate)
         catalog, number = catalogs[candidate.pool], candidate.step
-        found = _try(ranks, catalog, state, number, how, touched, listed=candidate.listed)
+        try:
+            found = _try(ranks, catalog, state, number, how, touched, listed=candidate.listed)
+        except HpstoreError as error:
+            if not touched:
+                raise
+            # what it says of this state is of its own step, or of another rank
+            raise type(error)(
+                f"{without_promise(error)}{_parts(touched)}", device=error.device, key=error.key
+            ) from error
         if not isinstance(found, Exception):
             _warn_of_parts(found[1])
             if ranks.leads:
