@@ -16,6 +16,7 @@ from hpstore.errors import (
     IntegrityError,
     ObjectNotFound,
     VersionConflict,
+    without_promise,
 )
 from hpstore.loaders.dataset.dataset_manifest import (
     PREFIX,
@@ -181,7 +182,13 @@ def delete_version(pool: Pool, name: str, version: str) -> int:
         )
     live_nonces(pool, name)  # raises before anything is removed
     pool.delete(key)
-    gone = going.nonces - live_nonces(pool, name)
+    try:
+        gone = going.nonces - live_nonces(pool, name)
+    except IntegrityError as error:
+        raise IntegrityError(
+            f"version {version!r} of data set {name!r} is deleted, its objects are left: "
+            f"{without_promise(error)} Once that is mended, remove_orphans removes them"
+        ) from error
     removed = 0
     for found in pool.list(f"{PREFIX}/{name}/", certain=True):
         if nonce_of(name, found) in gone:
@@ -212,7 +219,9 @@ def change_dataset(
         _keep(pool, name, old)
         try:
             return publish_over(pool, key, made, old, found)
-        except VersionConflict:
+        except VersionConflict as error:
+            if error.maybe_visible:  # what is there may be this very change: not a second time
+                raise
             _log.info("data set %r was changed meanwhile: once more", name)
             _drop_replaced(pool, name, old)
     raise VersionConflict(

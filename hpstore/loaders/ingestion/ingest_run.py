@@ -17,9 +17,11 @@ from hpstore.errors import (
     BudgetExceeded,
     ConfigError,
     DeviceError,
+    HpstoreError,
     IngestError,
     LockTimeout,
     RedundancyError,
+    without_promise,
 )
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
 from hpstore.loaders.dataset.dataset_versions import read_manifest
@@ -268,14 +270,25 @@ class _Run:
                 self._copy(ahead, parts, chosen, records)
                 manifest = parts.publish()
             except (DeviceError, RedundancyError, LockTimeout, BudgetExceeded) as error:
-                unseen = "of data set" if self.base is None else "was appended to data set"
-                seen = " is visible" if self.base is None else ""
-                raise type(error)(
-                    f"{error}. Nothing {unseen} {self.name!r}{seen}; "
-                    f"{parts.progressed.rows} samples are kept. When that is mended, the same call "
-                    "goes on from there"
-                ) from error
+                raise self._stopped(error, parts.progressed.rows) from error
         return manifest, parts.progressed, start.rows
+
+    def _stopped(self, error: HpstoreError, rows: int) -> HpstoreError:
+        """What devices have ended, saying what stands. The put of the manifest may have counted."""
+        of_it = "of" if self.base is None else "was appended to"
+        if error.maybe_visible:
+            stands = (
+                f"Whether data set {self.name!r} was published is not certain: look at its number "
+                "of samples before you do it again"
+            )
+        else:
+            stands = (
+                f"Nothing {of_it} data set {self.name!r}{' is visible' * (self.base is None)}; "
+                f"{rows} samples are kept. When that is mended, the same call goes on from there"
+            )
+        made = type(error)(f"{without_promise(error)} {stands}", device=error.device, key=error.key)
+        made.maybe_visible = error.maybe_visible
+        return made
 
     def _earlier(self, journal: Journal, resume: bool) -> tuple[Progressed | None, tuple[str, ...]]:
         """What an earlier run left to go on with, and the nonces of what it left to remove."""

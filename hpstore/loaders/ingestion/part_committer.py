@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from hpstore.errors import ConfigError, ObjectNotFound, TooFewDevices, VersionConflict
+from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, TooFewDevices, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
     DatasetPart,
@@ -257,7 +257,7 @@ class PartsWriter:
         self._save(state)
         key = manifest_key(target.name)
         manifest = publish(target.pool, target.name, key, manifest, version=target.replaces)
-        self._journal.remove()
+        self._end_journal()
         return manifest
 
     def _joined(self, parts: Sequence[DatasetPart]) -> str:
@@ -269,8 +269,19 @@ class PartsWriter:
         self._save(state)  # as above
         if parts:
             manifest = appended(target.pool, target.name, target.fields, parts, label=target.label)
-        self._journal.remove()
+        self._end_journal()
         return manifest
+
+    def _end_journal(self) -> None:
+        """Once published. Best effort: the next ingest sees that its parts are published."""
+        try:
+            self._journal.remove()
+        except (HpstoreError, OSError) as error:
+            _log.warning(
+                "data set %r is published; the journal of its ingest stays until the next one: %s",
+                self._target.name,
+                error,
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -353,8 +353,8 @@ class _Writers:
         self._unclear = True  # an unacknowledged put may still become visible
         try:
             made = change_dataset(self._pool, self._name, changed, label=version)
-        except (ConfigError, VersionConflict):
-            self._unclear = False
+        except (ConfigError, VersionConflict) as error:
+            self._unclear = error.maybe_visible
             raise
         return dataset_info(self._pool, self._name, made)
 

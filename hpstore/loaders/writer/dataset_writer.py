@@ -279,8 +279,9 @@ class DatasetWriter(Closing):
                 self._append_part(manifest)
             else:
                 publish(self.pool, self.name, self._key, manifest, version=self._version)
-        except VersionConflict:
-            self._state = "failed"
+        except VersionConflict as error:
+            if not error.maybe_visible:  # else what was met may be this writer's own
+                self._state = "failed"
             self.abandon()
             raise
         except BaseException:
