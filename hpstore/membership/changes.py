@@ -25,6 +25,7 @@ from hpstore.errors import (
     MembershipError,
     TooFewDevices,
     TooManyErasures,
+    without_promise,
 )
 from hpstore.format.host_calls import host_domain
 from hpstore.format.keys import ColumnName, Kind
@@ -215,8 +216,12 @@ def evict_members(
         commit_record(store, record, {}, force=force)
     except UnclearChange:
         raise  # one more record, of a higher generation, could beat what is committed meanwhile
-    except HpstoreError:
-        _open_again(store, members, refresh)
+    except HpstoreError as error:
+        if problem := _open_again(store, members, refresh):
+            raise type(error)(
+                f"{without_promise(error)} {what} may stay draining, take it back with readmit: "
+                f"{problem} What is stored can be read."
+            ) from error
         raise
     refresh()
 
@@ -271,8 +276,9 @@ def _require_little_away(store: PoolContext, members: Sequence[Member], what: st
     )
 
 
-def _open_again(store: PoolContext, members: Sequence[Member], refresh: Callable[[], None]) -> None:
-    """After an eviction or drain that was refused: the states of before. Best effort."""
+def _open_again(store: PoolContext, members: Sequence[Member], refresh: Callable[[], None]) -> str:
+    """After an eviction or drain that was refused: the states of before. Best effort: why they may
+    not be, else ""."""
     try:
         refresh()
         found = {m.device_id: m.state for m in store.view.record.members}
@@ -286,6 +292,8 @@ def _open_again(store: PoolContext, members: Sequence[Member], refresh: Callable
             ", ".join(member.url for member in members),
             error,
         )
+        return without_promise(error)
+    return ""
 
 
 def drain_member(
@@ -399,7 +407,7 @@ def reconcile(store: PoolContext, device_id: str, device: Device, swept: int = 0
     view = store.view
     if view.record.member(device_id) is not None:
         raise MembershipError(f"{device.url} is a member: rebuild brings it up to date")
-    here = here_store(store, _with_device(view, device_id, device))
+    here = here_store(store, replace(view, devices={**view.devices, device_id: device}))
     catalog = walk(here)
     if device_id in catalog.unknown:
         raise MembershipError(
@@ -452,12 +460,14 @@ def readmit_member(store: PoolContext, member: Member, device: Device) -> Reconc
     except DeviceFull:  # it answers, and what it holds is of use
         if not ask(device.takes_records):
             raise
+    joining = {member.device_id: device}
+    back = replace(member, url=device.url, state=DeviceState.ONLINE)
+    record = with_member(store.view.record, back)
+    writable_devices(store, record, joining, force=False)  # refused before a file is touched
     swept = come_back_below(store, device, ask)
     found = reconcile(store, member.device_id, device, swept)
     come_back_at(store, device, ask, swept)
-    back = replace(member, url=device.url, state=DeviceState.ONLINE)
-    record = with_member(store.view.record, back)
-    commit_record(store, record, {member.device_id: device}, force=False)
+    commit_record(store, record, joining, force=False)
     return found
 
 
@@ -465,14 +475,6 @@ def _age_seconds(store: PoolContext, device_id: str) -> float:
     """How long ago a device was evicted."""
     gone = next((m for m in store.view.record.evicted if m.device_id == device_id), None)
     return (store.clock.wall_ms() - gone.since_ms) / 1000 if gone is not None else math.inf
-
-
-def _with_device(view: View, device_id: str, device: Device) -> View:
-    return View(
-        record=view.record,
-        devices={**view.devices, device_id: device},
-        sitting_out=view.sitting_out,
-    )
 
 
 def here_store(store: PoolContext, view: View) -> PoolContext:

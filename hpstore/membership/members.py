@@ -30,6 +30,8 @@ from hpstore.errors import (
     FormatTooNew,
     IntegrityError,
     MembershipError,
+    RegistersUnavailable,
+    without_promise,
 )
 from hpstore.format.device_urls import without_secrets
 from hpstore.format.geometry import BLOCK_BYTES, check_unit_bytes, check_width
@@ -51,7 +53,8 @@ _log = logging.getLogger(__name__)
 
 
 class UnclearChange(MembershipError):
-    """A record was written, on too few devices to be certain: the newest one found decides."""
+    """A record was written, on too few devices to be certain, or may be in the registers: the
+    newest one found decides."""
 
 
 def create_members(
@@ -157,8 +160,14 @@ def _claim_all(
 
 def _let_go(device: Device) -> None:
     for name in (POOL_FILE, IDENTITY_FILE):
-        with contextlib.suppress(DeviceError, FileNotFoundError):
+        try:
             device.delete(name)
+        except FileNotFoundError:
+            continue
+        except DeviceError as error:
+            _log.warning(
+                "%s of the pool that was not made stays on %s: %s", name, device.url, error
+            )
 
 
 def _place(device: Device) -> str:
@@ -289,7 +298,13 @@ def commit_record(
     staying = [m.device_id for m in new.members]
     with (registers or store.registers).exchange(dict(extra), staying, force=force) as exchange:
         _require_successor(store, new)
-        exchange.settle(successor_of(store, new))
+        try:
+            exchange.settle(successor_of(store, new))
+        except RegistersUnavailable as error:
+            raise UnclearChange(
+                f"generation {new.generation} may count or not: {without_promise(error)} What the "
+                "registers have decides at the next change; run it again then."
+            ) from error
         held = _write_record(store, new, devices)
     if force and held:
         _log.warning(

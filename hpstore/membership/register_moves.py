@@ -18,7 +18,13 @@ from hpstore.agreement.registers import RECORD, Register, Registers, claim_regis
 from hpstore.agreement.swap_registers import SwapRegisters
 from hpstore.agreement.swap_store import probe_swaps
 from hpstore.devices.horizon_guard import HORIZON, MARK
-from hpstore.errors import ConfigError, HpstoreError, MembershipError, RegistersUnavailable
+from hpstore.errors import (
+    ConfigError,
+    HpstoreError,
+    MembershipError,
+    RegistersUnavailable,
+    without_promise,
+)
 from hpstore.format.records import RegisterPlace
 from hpstore.membership.members import commit_record, successor_of, with_registers
 from hpstore.membership.outside_registers import is_outside, outside_registers
@@ -62,9 +68,10 @@ def move_registers(store: PoolContext, registers: PoolRegisters, place: Register
         raise ConfigError("the pool's registers are on its devices already. Nothing was changed.")
     old = registers.engine()
     new = with_registers(record, place)
-    values = _mark_all(old, place)
     target = registers.engine(new)
+    values: dict[str, bytes | None] = {}
     try:
+        _mark_all(old, place, values)
         if target is not old:
             _seed(target, place, values)
         if isinstance(target, SwapRegisters):
@@ -72,10 +79,12 @@ def move_registers(store: PoolContext, registers: PoolRegisters, place: Register
             target.update(RECORD, lambda _: data, what=_WHAT)
         commit_record(store, new, {}, force=False)
     except HpstoreError as error:
+        if not values:
+            raise  # no record was marked
         raise MembershipError(
-            f"the registers are half-way to {place.url}: {error} Conditional puts and changes of "
-            "the membership wait until `hpstore registers set` has been run again, also with "
-            "another place; reading, plain puts and deletes go on."
+            f"the registers are half-way to {place.url}: {without_promise(error)} Conditional puts "
+            "and changes of the membership wait until `hpstore registers set` has been run again, "
+            "also with another place; reading, plain puts and deletes go on."
         ) from error
 
 
@@ -120,16 +129,15 @@ def _is_cut_short(registers: PoolRegisters) -> bool:
     return found.value is not None and found.value[:1] == b"@"
 
 
-def _mark_all(old: Registers, place: RegisterPlace) -> Values:
-    """Mark all records for a new place, each as it is then; their values."""
-    values: dict[str, bytes | None] = {}
+def _mark_all(old: Registers, place: RegisterPlace, values: dict[str, bytes | None]) -> None:
+    """Mark all records for a new place, each as it is then; `values` become theirs, before each is
+    marked."""
 
     def mark(name: str, register: Register) -> bytes:
         values[name] = plain_value(register.value)
         return mark_value(values[name], place.epoch)
 
     old.update_all(mark, what=_WHAT)
-    return values
 
 
 def _seed(target: Registers, place: RegisterPlace, values: Values) -> None:

@@ -11,6 +11,7 @@ from hpstore.agreement.registers import REPAIR, WAITING
 from hpstore.errors import (
     ConfigError,
     LockTimeout,
+    MembershipError,
     ObjectNotFound,
     RegistersForeign,
     RegistersUnavailable,
@@ -409,14 +410,14 @@ class PoolAdmin:
             self.clock.wait(_WAIT_SECONDS)
 
     def _mark_healed(self, devices: Collection[str]) -> None:
-        """Write down that evicted devices have been made up for. Left to the next rebuild when the
-        lock is held for long: what was rebuilt is told all the same."""
+        """Write down that evicted devices have been made up for. Left to the next rebuild where the
+        membership cannot be changed now: what was rebuilt is told all the same."""
         try:
             with self._session.change():
                 record = self._store.view.record
                 commit_record(self._store, with_healed(record, devices), {}, force=False)
                 self._session.refresh()
-        except LockTimeout as error:
+        except (LockTimeout, MembershipError, RegistersForeign, RegistersUnavailable) as error:
             self._store.metrics.count("healed_not_marked_total")
             _log.warning(
                 "pool %s is rebuilt, and does not say so of evicted devices until the "

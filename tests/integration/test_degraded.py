@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from hpstore.config import Settings
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import FaultyDevice
 from hpstore.errors import MembershipError, ObjectNotFound, TooFewDevices, TooManyErasures
+from hpstore.format.records import DeviceState
+from hpstore.membership import changes
+from hpstore.pool import admin
 from hpstore.testing.memory_pool import FakeClock, Harness, Wrap
 from hpstore.units import KIB, MIB
 
@@ -206,6 +210,57 @@ def test_evict_refuses_what_would_lose_data(tmp_path: Path) -> None:
         pool.evict(holders[1])
         pool.rebuild()
         assert pool.get("k") == payload(300_000)
+
+
+def test_an_eviction_that_cannot_be_taken_back_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices leave when it is closed for new columns already: it is refused, and stays draining.
+    That nothing was changed would be wrong."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=FakeClock())
+    judge = changes.endangered
+
+    def late(*arguments: Any, **options: Any) -> list[str]:
+        harness.lose(harness.urls[1:3])
+        return judge(*arguments, **options)
+
+    monkeypatch.setattr(changes, "endangered", late)
+    with harness.open() as pool:
+        pool.put("k", payload(300_000))
+        with pytest.raises(MembershipError, match="may stay draining, take it back") as said:
+            pool.evict(harness.urls[0])
+        assert "Nothing was changed" not in str(said.value)
+        harness.bring_back()
+        pool.admin.refresh()
+        assert [m.state for m in pool.admin.record.members].count(DeviceState.DRAINING) == 1
+        pool.readmit(harness.urls[0])
+        assert {m.state for m in pool.admin.record.members} == {DeviceState.ONLINE}
+
+
+def test_a_rebuild_that_is_done_does_not_fail_where_that_cannot_be_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too few devices answer for a change of the membership: the report is of what was rebuilt, and
+    the next rebuild notes it."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())
+    commit = admin.commit_record
+
+    def late(*arguments: Any, **options: Any) -> None:
+        harness.lose(harness.urls[2:4])
+        commit(*arguments, **options)
+
+    with harness.open() as pool:
+        pool.put("k", payload(300_000))
+        pool.evict(harness.urls[0])
+        monkeypatch.setattr(admin, "commit_record", late)
+        assert pool.rebuild().whole
+        assert pool.metrics.value("healed_not_marked_total") == 1
+        harness.bring_back()
+        monkeypatch.undo()
+        pool.admin.refresh()
+        assert pool.admin.record.unhealed()
+        assert pool.rebuild().whole
+        assert not pool.admin.record.unhealed()
 
 
 def test_drain_moves_everything_and_evicts(tmp_path: Path) -> None:

@@ -113,6 +113,29 @@ def test_a_return_is_not_judged_while_others_may_have_what_decides(tmp_path: Pat
         assert pool.scrub().clean
 
 
+def test_a_return_that_members_cannot_note_touches_no_file(tmp_path: Path) -> None:
+    """Two of them have no room for a record: that nothing was changed is said before what it holds
+    is removed or set aside."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())
+    gone = harness.urls[0]
+    with harness.open() as pool:
+        for number in range(10):
+            pool.put(f"k{number}", payload(f"k{number}", SIZE))
+        harness.lose([gone])
+        pool.evict(gone)
+        pool.rebuild()
+        for number in range(10):
+            pool.put(f"k{number}", b"newer")
+        harness.bring_back()
+        before = {f for f in harness.devices[gone].files if not f.startswith("tmp/")}
+        for url in harness.urls[1:3]:
+            harness.devices[url].takes_records = lambda: False  # type: ignore[method-assign]
+        with pytest.raises(MembershipError, match="Nothing was changed"):
+            pool.readmit(gone)
+        now = {f for f in harness.devices[gone].files if not f.startswith("tmp/")}
+        assert now == before
+
+
 def test_a_member_is_not_reconciled(tmp_path: Path) -> None:
     """PROTOCOL 7, 12: what a member holds counts, however long it was away."""
     harness = Harness(tmp_path, data=2, parity=1, devices=4)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.agreement import swap_registers
 from hpstore.agreement.claims import ClaimLost
 from hpstore.agreement.registers import key_register
 from hpstore.agreement.swap_registers import SwapRegisters
@@ -107,6 +108,63 @@ def test_a_claim_that_is_held_moves_along_and_is_given_back_there_rule_6(
         b.admin.move_registers(URL)
         claim.give_back()
         assert b._session.claims.take("k").next_counter(0) > counter
+
+
+def gone_after(etcd: Etcd, monkeypatch: pytest.MonkeyPatch, place: object, name: str) -> None:
+    """The first swap within a call is made, not answered, and etcd is away from then on."""
+    plain, begun = getattr(place, name), list[str]()
+
+    def fault(operation: str) -> str:
+        if etcd.down or not begun:
+            return "down" if etcd.down else ""
+        etcd.down = operation == "swap"
+        return "lost" if etcd.down else ""
+
+    def watched(*arguments: object) -> object:
+        begun.append(name)
+        return plain(*arguments)
+
+    monkeypatch.setattr(etcd, "fault", fault)
+    monkeypatch.setattr(place, name, watched)
+
+
+def test_a_move_that_its_old_place_leaves_says_that_it_is_half_way_rule_15(
+    harness: Harness, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are marked, and conditional puts wait: that nothing was changed would be wrong."""
+    with harness.open() as a:
+        a.admin.move_registers(URL)
+    with monkeypatch.context() as patch, harness.open() as b:
+        gone_after(etcd, patch, register_moves, "_mark_all")
+        with pytest.raises(MembershipError, match="half-way to devices") as said:
+            b.admin.move_registers("devices")
+        assert "Nothing was changed" not in str(said.value)
+    etcd.down = False
+    with harness.open() as c:
+        with pytest.raises(RegistersUnavailable, match="being moved"):
+            c.put("k", b"x", if_absent=True)
+        c.admin.move_registers("devices")
+        c.put("k", b"x", if_absent=True)
+
+
+def test_a_device_that_may_be_a_member_by_the_registers_stays_one_rule_14(
+    harness: Harness, etcd: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer to the swap of the membership is lost: what counts names the new device, so its
+    identity is not taken back."""
+    with harness.open() as a:
+        a.admin.move_registers(URL)
+    with monkeypatch.context() as patch, harness.open() as b:
+        gone_after(etcd, patch, swap_registers._RecordExchange, "settle")
+        with pytest.raises(MembershipError, match="may count or not") as said:
+            b.add_device("memory://e0")
+        assert "Nothing was changed" not in str(said.value)
+    etcd.down = False
+    with harness.open() as c:
+        added = c.add_device("memory://e0")
+        assert c.admin.record.member(added) is not None
+        assert added in c.admin.devices.places
+        assert len(c.admin.record.members) == 5
 
 
 def test_who_reads_the_old_place_gets_no_claim_there_rule_6(
