@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from hpstore.devices.disk_location import Location, Opener, locate, openers
 from hpstore.devices.opener import same_form
-from hpstore.errors import HpstoreError, MembershipError
-from hpstore.format.records import Member
+from hpstore.errors import HpstoreError, MembershipError, without_promise
+from hpstore.format.records import DeviceState, Member
 from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport
 from hpstore.pool.pool import Pool
 
@@ -40,47 +40,51 @@ def replace_device(
     rebuild what it held. The new one takes the old one's failure domain unless one is given.
 
     Stopped or killed anywhere, it is gone on with by running it again. Raises MembershipError,
-    DeviceError, LockTimeout: the message of an eviction that is refused says that the new device
-    stays a member.
+    DeviceError, LockTimeout: the message says that the new device stays a member, and whether the
+    old one has left.
     """
     member = pool.admin.devices.find(old)
-    if member.left:
+    place = same_form(new)
+    there = _device_at(pool, new, member.device_id)
+    if member.left and (there is None or member.state is DeviceState.HEALED):
         raise MembershipError(
             f"{old} has left the pool already; `hpstore add` takes {new} in. Nothing was changed."
         )
-    place = same_form(new)
-    answers = _answers(pool, member.device_id)
+    answers = not member.left and _answers(pool, member.device_id)
     if answers and place == pool.admin.devices.places.get(member.device_id):
         raise MembershipError(
             f"{old} is still at {new} and answers. Nothing was changed. Mount the new disk at a "
             "place of its own, or evict the old one, unmount it and mount the new one there."
         )
     location = locate(pool.admin.devices.places.get(member.device_id, member.url))
-    added = _added(pool, member, new, domain or member.domain, allow_root_disk=allow_root_disk)
+    domain = domain or member.domain
+    added = there or pool.add_device(new, domain, allow_root_disk=allow_root_disk)
+    moved, report = 0, None
     try:
         if answers:
             moved = pool.drain(
                 member.device_id, progress=progress, rate_bytes_per_second=rate_bytes_per_second
             )
-            report = None
         else:
-            pool.evict(member.device_id)
-            moved = 0
+            if not member.left:
+                pool.evict(member.device_id)
             report = pool.rebuild(progress=progress, rate_bytes_per_second=rate_bytes_per_second)
     except HpstoreError as error:
+        out = pool.admin.devices.find(member.device_id).left
+        stands = "has left, what it held is not all made again" if out else "is not out yet"
         raise type(error)(
-            f"{new} is a member now and stays one, {old} is not out yet: {error} Run it again when "
-            "that is mended."
+            f"{new} is a member now and stays one, {old} {stands}: {without_promise(error)} Run it "
+            "again when that is mended."
         ) from error
     return Replaced(old=member, new=added, moved=moved, report=report, location=location)
 
 
-def _added(pool: Pool, old: Member, new: str, domain: str, *, allow_root_disk: bool) -> str:
-    """The id of the device at a place, added unless it is a member since a run before this one."""
+def _device_at(pool: Pool, place: str, other: str) -> str | None:
+    """The id of the member that is open at a place, added by a run before; not the `other` one."""
     for device, url in pool.admin.devices.places.items():
-        if same_form(url) == same_form(new) and device != old.device_id:
+        if same_form(url) == same_form(place) and device != other:
             return device
-    return pool.add_device(new, domain, allow_root_disk=allow_root_disk)
+    return None
 
 
 def _answers(pool: Pool, device: str) -> bool:

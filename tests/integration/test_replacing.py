@@ -14,7 +14,7 @@ import hpstore
 from hpstore.agreement.registers import AGENT
 from hpstore.cli import app
 from hpstore.devices.disk_location import locate, openers
-from hpstore.errors import MembershipError
+from hpstore.errors import LockTimeout, MembershipError
 from hpstore.format.records import IDENTITY_FILE
 from hpstore.pool.replace_device import replace_device
 
@@ -89,6 +89,31 @@ def test_a_dead_disk_is_replaced_and_made_up_for(
     added = pool.add_device(str(new))  # as far as the run that was killed came
     done = replace_device(pool, old[:8], str(new))
     assert done.new == added
+    assert done.report is not None
+    assert done.report.whole
+    assert pool.status().losses_tolerated == 2
+
+
+def test_a_rebuild_that_fails_after_the_old_disk_has_left_is_gone_on_with(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says what stands: the old one is out. Run again, what it held is made again."""
+    pool.put("k", bytes(200_000))
+    place, new = tmp_path / "d2", str(tmp_path / "n2")
+    (old,) = (d for d, url in pool.admin.devices.places.items() if url == str(place))
+    place.rename(tmp_path / "dead")
+    pool.admin.refresh()
+
+    def busy(*_: object, **__: object) -> object:
+        raise LockTimeout("rebuild: another process is at work. Nothing was changed. Try again.")
+
+    monkeypatch.setattr(hpstore.Pool, "rebuild", busy)
+    with pytest.raises(LockTimeout, match=r"is a member now and stays one, .* has left") as said:
+        replace_device(pool, old, new)
+    assert "Nothing was changed" not in str(said.value)
+    assert "not out yet" not in str(said.value)
+    monkeypatch.undo()
+    done = replace_device(pool, old, new)
     assert done.report is not None
     assert done.report.whole
     assert pool.status().losses_tolerated == 2
