@@ -15,6 +15,7 @@ from hpstore.agreement.register_slots import (
 )
 from hpstore.agreement.registers import HOLDS, VALUE_BYTES_MOST
 from hpstore.devices.base import Device, Hold
+from hpstore.errors import LockTimeout
 from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.membership.device_locks import (
     POLL_SECONDS,
@@ -99,9 +100,12 @@ class KeptHold:
         locks.ask(rest, self._offset, self._bytes, len(rest), limit, found)
         self._holds |= {d: (rest[d], hold) for d, hold in found.holds.items()}
         if found.busy and len(self._holds) < majority(view.record.members):
-            holder = next(filter(None, map(_holder, found.busy.values())), "")
+            holder = next(filter(None, map(_holder, found.busy.values())), "another process")
             self.release()
-            raise lock_timeout(self._store, self._what, 0.0, found, holder)
+            raise LockTimeout(
+                f"{self._what}: this process was stopped or cut off, and {holder} has its hold "
+                "now. What it did before that stands."
+            )
 
     def release(self) -> None:
         """Let all go."""

@@ -366,3 +366,18 @@ def test_merging_takes_the_newest_of_each_record() -> None:
         "b": {512: b"a"},
         "c": {0: b"b", 512: b"a"},
     }
+
+
+def test_a_hold_that_another_process_has_by_now_does_not_say_that_nothing_was_changed(
+    harness: Harness,
+) -> None:
+    """An agent that was stopped finds another one at work: what it did before stands."""
+    with harness.open() as a, harness.open() as b, a.admin.registers.hold(AGENT, "one") as held:
+        held.keep()
+        harness.restart()  # its locks are gone
+        with (
+            b.admin.registers.hold(AGENT, "another", deadline_seconds=0.0),
+            pytest.raises(LockTimeout, match=r"another.* What it did before that stands") as said,
+        ):
+            held.keep()
+        assert "Nothing was changed" not in str(said.value)
