@@ -1,6 +1,7 @@
 """Finish the save under way when the process is told to end: SIGTERM, exit, an uncaught exception.
 
-A save that is not finished within the limit is abandoned: the step before it stays current.
+A save that is not finished within the limit is waited for no longer: whether its step is committed
+shows at the next restore. A writer process goes on with it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import weakref
 from typing import Protocol
 
 from hpstore.checkpoint.ranks.sigterm import handler_if_free
+from hpstore.checkpoint.save.save_underway import Underway
 
 _log = logging.getLogger(__name__)
 
 
 class Saving(Protocol):
     """Something with a save under way."""
+
+    underway: Underway | None
 
     def wait_at_most(self, seconds: float) -> bool:
         """Wait for it; False when it takes longer."""
@@ -43,11 +47,9 @@ class Draining:
     def drain(self) -> None:
         """Wait for the save under way, within the limit. Raises nothing."""
         owner = self._owner()
-        if owner is not None and not owner.wait_at_most(self._seconds):
-            _log.warning(
-                "the save under way is given up after %.0f s; the step before it is still current",
-                self._seconds,
-            )
+        if owner is None or owner.wait_at_most(self._seconds) or owner.underway is None:
+            return
+        _log.warning("waited for %.0f s: %s", self._seconds, owner.underway.standing)
 
     def forget(self) -> None:
         """The checkpointer is closed."""

@@ -44,6 +44,22 @@ class Underway:
         self.thread.join(_JOIN_SECONDS)
         return True
 
+    @property
+    def standing(self) -> str:
+        """What became of it so far, for the log of a process that ends before it has."""
+        outcome = self.handle.outcome()
+        if outcome is None:
+            return (
+                f"the save of step {self.handle.step} has not ended. It may be committed yet, by "
+                "this process or its writer; the next restore takes the newest step that is"
+            )
+        if isinstance(outcome, BaseException):
+            return f"the save of step {self.handle.step} has failed: {outcome}"
+        return (
+            f"step {self.handle.step} is committed; older steps that retention does not keep are "
+            "left to the next save"
+        )
+
     def raise_errors(self, borne: BaseException | None = None) -> None:
         """Raise what went wrong, unless the handle has or it is `borne`. It has ended."""
         if self.handle.foreign:

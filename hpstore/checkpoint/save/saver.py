@@ -59,7 +59,7 @@ class Saver:
     """
 
     _saved_at: float | None
-    _underway: Underway | None
+    underway: Underway | None
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Saver:
         self.session, self._fenced = secrets.token_hex(8), False
         self._earlier = Earlier()
         self._told_of_later = False
-        self._underway = self._saved_at = None
+        self.underway = self._saved_at = None
         self.counters = dict.fromkeys(SAVE_COUNTERS, 0)
         self._failures = SaveFailures(ranks, options, self.counters)
         self.tiers = TierCopies(catalog, tiers, self.counters)
@@ -172,12 +172,12 @@ class Saver:
             seconds = time.perf_counter() - began
             warn_of_stall(self.counters, self.options.max_stall_seconds, seconds, waited)
             handle = SaveHandle(step, seconds, future, late_seconds=late)
-            self._underway = Underway(handle=handle, thread=thread, tidied=tidied)
+            self.underway = Underway(handle=handle, thread=thread, tidied=tidied)
             staged.set_result(seconds)
         except BaseException as error:  # ThreadsExhausted, too
             if staged.done():
                 raise
-            self._underway = None
+            self.underway = None
             staged.set_exception(error)
             in_pool = job.begun and not job.noted  # while the trainer waited for the first slices
             told, voted = error, False
@@ -200,7 +200,7 @@ class Saver:
 
     def _may_begin(self) -> bool:
         """Wait for the save under way, or say that this one is not to be; raises for "error"."""
-        busy = self._underway is not None and self._underway.busy
+        busy = self.underway is not None and self.underway.busy
         on_busy = self.options.on_busy
         if on_busy != "wait" and not self._stopping:
             votes = self._ranks.all_gather(b"1" if busy else b"0", RankChannel.TRAINER)
@@ -416,10 +416,10 @@ class Saver:
 
     def wait(self) -> None:
         """Checkpointer.wait()."""
-        underway = self._underway
+        underway = self.underway
         if underway is not None and underway.wait():
-            if self._underway is underway:
-                self._underway = None
+            if self.underway is underway:
+                self.underway = None
             underway.raise_errors(self._failures.borne)
 
     @property
@@ -441,12 +441,12 @@ class Saver:
         bool
             False when it takes longer.
         """
-        underway = self._underway
+        underway = self.underway
         return underway is None or underway.wait(seconds)
 
     def let_tidy(self) -> None:
         """Wait for what comes after a commit that is done, so that callers see its end."""
-        underway = self._underway
+        underway = self.underway
         if underway is not None and underway.handle.done():
             underway.wait()
         self._after.flush()
