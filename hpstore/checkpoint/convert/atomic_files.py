@@ -48,7 +48,8 @@ def published(
 ) -> Iterator[Path]:
     """Where to write what shall be `target`: a hidden neighbour, synced and renamed at the end.
 
-    On an error it is removed. A kill may leave it; its name ends in `.part`, it may be deleted.
+    On an error it is removed. A kill may leave it; its name ends in `.part`, it may be deleted. One
+    that ends in `.old` is what was there before: a kill right before its end leaves it so.
     """
     check_target(target, directory=directory, force=force, ours=ours)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -75,9 +76,16 @@ def _rename(part: Path, target: Path) -> None:
     if not (part.is_dir() and target.is_dir() and any(target.iterdir())):
         part.replace(target)
         return
-    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
     target.rename(old)  # a kill between the two renames leaves both versions beside the name
-    part.rename(target)
+    try:
+        part.rename(target)
+    except BaseException as error:
+        try:
+            old.rename(target)
+        except OSError:  # another process has taken the name
+            error.add_note(f"what was {target} is {old} now")
+        raise
     shutil.rmtree(old)
 
 
