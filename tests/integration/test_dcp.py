@@ -29,7 +29,7 @@ from hpstore.checkpoint import Checkpointer, SafeLoadPlanner, Stager, StorageRea
 from hpstore.checkpoint.catalog.writer_fence import SaveAttempt
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.config import Settings
-from hpstore.errors import CheckpointError, IntegrityError
+from hpstore.errors import CheckpointError, IntegrityError, TooFewDevices
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import MIB
 
@@ -440,3 +440,26 @@ def test_planners_see_the_ids_of_writer_and_reader(pool: hpstore.Pool) -> None:
         reader.reset(PATH)
         assert writer.save_id != before[0]
         assert reader.load_id != before[1]
+
+
+def test_a_checkpoint_whose_marker_is_not_put_is_said_to_be_committed(
+    pool: hpstore.Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest is there, and what was there before is not."""
+    put = hpstore.Pool.put
+
+    def full(there: hpstore.Pool, key: str, *args: Any, **options: Any) -> Any:
+        if key.endswith("/.metadata"):
+            raise TooFewDevices("no room; the version before it is unchanged.")
+        return put(there, key, *args, **options)
+
+    monkeypatch.setattr(hpstore.Pool, "put", full)
+    state = {"w": torch.arange(10.0)}
+    with pytest.raises(CheckpointException) as said:
+        dcp_save(state, storage_writer=StorageWriter(pool, "c"))
+    assert "is committed and can be loaded" in str(said.value)
+    assert "unchanged. Save" not in str(said.value)
+    monkeypatch.undo()
+    found = {"w": torch.zeros(10)}
+    dcp_load(found, storage_reader=StorageReader(pool, "c"))
+    assert torch.equal(found["w"], state["w"])

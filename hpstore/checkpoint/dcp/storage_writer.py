@@ -44,7 +44,13 @@ from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.host_copy import Copier
 from hpstore.checkpoint.state.plain_tensors import require_plain
 from hpstore.codec.galois import Bytes
-from hpstore.errors import CheckpointError, HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    ObjectNotFound,
+    VersionConflict,
+    without_promise,
+)
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.keys import check_key
 from hpstore.pool.pool import Pool
@@ -193,9 +199,16 @@ class StorageWriter(TorchStorageWriter):
         except VersionConflict:
             self._require_noted(manifest)  # then that is why
             raise
-        self._pool.put(f"{self.path}/.metadata", MARKER)  # for those who look for this file
-        self._clean_up(manifest, before[1] if before is not None else None)
-        self._end_attempt()
+        try:
+            self._pool.put(f"{self.path}/.metadata", MARKER)  # for those who look for this file
+        except HpstoreError as error:
+            raise type(error)(
+                f"the checkpoint {self.path} is committed and can be loaded; what torch looks for "
+                f"beside it could not be put: {without_promise(error)} Save it again"
+            ) from error
+        finally:
+            self._clean_up(manifest, before[1] if before is not None else None)
+            self._end_attempt()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
