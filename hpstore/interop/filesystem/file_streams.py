@@ -275,11 +275,11 @@ class WriteStream(WholeOrNothing, io.BufferedIOBase):
             why = "an exception is under way, or the interpreter ends"
         if why:
             self.discard()
+            said = f"nothing was stored: {why}"
         else:
             super().close()  # writes down what is buffered
             self._spool = None
-            put_aside(self.path, spool, self._put)
-        said = f"nothing was stored: {why}" if why else "it was stored when it was collected"
+            said = put_aside(self.path, spool, self._put)
         _log.warning("the stream to %s was never closed: %s", self.path, said)
         warnings.warn(f"unclosed {self!r}: {said}", ResourceWarning, stacklevel=2, source=self)
 

@@ -72,14 +72,17 @@ def _at_exit() -> None:
             _log.exception("the stream to %s could not be stored", stream.path)
 
 
-def put_aside(path: str, spool: Spool, put: Callable[[BinaryIO], object]) -> None:
-    """Put the bytes of a stream that was dropped, on another thread; waits for it for a while."""
+def put_aside(path: str, spool: Spool, put: Callable[[BinaryIO], object]) -> str:
+    """Put the bytes of a stream that was dropped, on another thread; waits for it for a while.
+    Returns what became of them, in words."""
+    problems: list[Exception] = []
 
     def store() -> None:
         try:
             put(spool.file)
-        except Exception:  # noqa: BLE001 (logged)
-            _log.exception("the stream to %s was never closed, and could not be stored", path)
+        except Exception as error:  # noqa: BLE001 (told below)
+            problems.append(error)
+            _log.warning("the stream to %s could not be stored: %s", path, error)
         finally:
             spool.close()
 
@@ -87,9 +90,11 @@ def put_aside(path: str, spool: Spool, put: Callable[[BinaryIO], object]) -> Non
     try:
         thread.start()
     except RuntimeError as error:  # the interpreter ends, or there are no more threads
-        _log.warning("the stream to %s was never closed: nothing was stored: %s", path, error)
         spool.close()
-        return
+        return f"nothing was stored: {error}"
     thread.join(WAIT_SECONDS)
     if thread.is_alive():
-        _log.warning("the stream to %s is still being stored", path)
+        return "it is still being stored"
+    if problems:
+        return f"it could not be stored when it was collected: {problems[0]}"
+    return "it was stored when it was collected"
