@@ -20,7 +20,7 @@ from hpstore.config import (
     save_config,
 )
 from hpstore.devices.opener import device_opener
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, without_promise
 from hpstore.format.pool_key import new_pool_key
 from hpstore.format.records import check_domain
 from hpstore.format.scheme import PoolScheme, choose_scheme
@@ -97,10 +97,18 @@ def create_pool(
 
 
 def _enter_name(made: PoolConfig, name: str | None) -> None:
-    """Let hpstore.open(name) and URLs find the pool."""
-    if name is not None:
+    """Let hpstore.open(name) and URLs find the pool. Raises ConfigError, which says that it is made
+    all the same."""
+    if name is None:
+        return
+    try:
         register(made)
         add_to_table(name, made.path)
+    except (ConfigError, OSError) as error:
+        raise ConfigError(
+            f"the pool is made, and {made.path} opens it; that it is called {name!r} could not be "
+            f"noted: {without_promise(error)}"
+        ) from error
 
 
 def _make_members(

@@ -133,6 +133,19 @@ def test_create_from_python_writes_the_table_too(
     assert not (tmp_path / "b" / "x").exists()
 
 
+def test_a_pool_whose_name_cannot_be_noted_is_said_to_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its devices are claimed, and its pool.toml has the key: it must not be taken for not made."""
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "file" / "pools.toml"))
+    toml, places = tmp_path / "pool.toml", [tmp_path / f"n{i}" for i in range(3)]
+    with pytest.raises(ConfigError, match=r"the pool is made, and .*pool\.toml opens it"):
+        hpstore.create(places, data=2, parity=1, config=toml, name="lab")
+    with hpstore.open(toml) as pool:
+        pool.put("k", b"x")
+
+
 @pytest.mark.parametrize("chosen", [True, False], ids=["HPSTORE_POOLS", "the default table"])
 def test_a_name_that_would_lead_elsewhere_makes_no_pool(
     home: Path,
