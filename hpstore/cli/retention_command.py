@@ -155,10 +155,13 @@ def _delete(
 
     going = [found.step for found in _decisions(steps, rules) if not found.stays]
     chosen = [step for step in going if step in agreed]
-    problem = ""
+    problem: Exception | None = None
     try:
         remove_steps(steps, chosen, agreed)
     except (HpstoreError, OSError) as error:
-        problem = f"some steps could not be deleted and are still there: {error}"
+        problem = error
     left = set(steps.all())
-    return [step for step in chosen if step not in left], problem
+    still = [str(step) for step in chosen if step in left]
+    said = f"steps {first_of(still)} are still there" if still else "no step is still there"
+    gone = [step for step in chosen if step not in left]
+    return gone, f"some deletes failed, {said}: {problem}" if problem else ""

@@ -211,7 +211,7 @@ def test_what_could_not_be_deleted_is_said(
 
     monkeypatch.setattr(PoolAdmin, "remove_versions", refused)
     said = cli("retention", RUN, "--keep-last", 1, "--yes", code=CheckpointError.exit_code)
-    assert "could not be deleted and are still there: no room for tombstones" in said
+    assert "steps 2, 3, 4, 5 are still there: no room for tombstones" in said
     assert len(cli.json("ls", RUN)) == 6
 
 

@@ -270,7 +270,8 @@ class StepCatalog:
     # --- removing ---------------------------------------------------------------------------
 
     def delete(self, step: int, *, force: bool = False) -> None:
-        """Delete a step: its manifest first, then the segments that it alone names.
+        """Delete a step: its manifest first, then the segments that it alone names, as far as that
+        goes now: garbage collection finds the others.
 
         Raises CheckpointError for a step that is protected, unless forced.
         """
@@ -283,7 +284,7 @@ class StepCatalog:
         segments = self.named_by(step)
         self.pool.delete(key)
         self.forget(step)
-        self.pool.delete_many(segments - self.still_named(segments), missing_ok=True)
+        self.remove_unnamed(segments)
 
     def named_by(self, step: int, version: str | None = None) -> set[str]:
         """The segments that a step names, as far as that can be read. `version`: of its manifest,
