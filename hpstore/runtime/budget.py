@@ -53,7 +53,7 @@ class ByteBudget:
             if not arrived or self._closed:
                 raise BudgetExceeded(
                     f"no {format_bytes(nbytes)} of the budget of "
-                    f"{format_bytes(self.limit_bytes)} became free; nothing was written"
+                    f"{format_bytes(self.limit_bytes)} became free in time"
                 )
             self._used += nbytes
             self.peak_bytes = max(self.peak_bytes, self._used)

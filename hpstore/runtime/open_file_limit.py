@@ -28,7 +28,8 @@ def exhausted_hint() -> str:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         f"This process may have {soft} files open (hard limit {hard}) and has no more left: no "
-        "device is at fault, and nothing is lost. Raise `ulimit -n`, or close files, and try again."
+        "device is at fault for that, and it says nothing of what is stored. Raise `ulimit -n`, or "
+        "close files, and try again."
     )
 
 

@@ -82,9 +82,9 @@ def rights_hint(path: str) -> str:
 
 
 _WHAT_TO_DO = (
-    "Nothing is lost and no device is at fault. Its owner can add this user to that group, or "
-    "share the pool: `hpstore create --group`, for one that exists see Several users in "
-    "docs/operations.md."
+    "No device is at fault for that, and it says nothing of what is stored. Its owner can add this "
+    "user to that group, or share the pool: `hpstore create --group`, for one that exists see "
+    "Several users in docs/operations.md."
 )
 
 

@@ -357,7 +357,8 @@ class PoolWriteFile(WholeOrNothing, io.BytesIO):
         self._storage, self._path = storage, path
 
     def close(self) -> None:
-        """Put the file. Durable on return; when it raises, the file is as it was before."""
+        """Put the file. Durable on return; when it raises, the file is as it was before, unless the
+        error says that it may have been stored."""
         if self.closed:
             return
         try:

@@ -14,6 +14,8 @@ import pytest
 from hpstore.errors import BudgetExceeded
 from hpstore.runtime import budget
 from hpstore.runtime.budget import ByteBudget, available_bytes
+from hpstore.runtime.open_file_limit import exhausted_hint
+from hpstore.runtime.rights import rights_hint
 
 LIMIT_SECONDS = 20.0
 
@@ -235,3 +237,18 @@ def test_available_memory_is_the_nodes_or_the_tightest_groups(
         files[f"{root}/memory/memory.limit_in_bytes"] = [second[0]]
         files[f"{root}/memory/memory.usage_in_bytes"] = [second[1]]
         assert available_bytes() == wanted
+
+
+def test_memory_that_does_not_become_free_says_nothing_of_what_was_written_before() -> None:
+    """It is one batch's of many, by a part that does not know of the others."""
+    made = ByteBudget(10)
+    made.acquire(10)
+    with pytest.raises(BudgetExceeded) as said:
+        made.acquire(1, timeout_seconds=0.0)
+    assert "nothing" not in str(said.value)
+
+
+@pytest.mark.parametrize("hint", [exhausted_hint(), rights_hint("/nowhere")])
+def test_what_a_process_lacks_says_nothing_of_what_is_stored(hint: str) -> None:
+    """It takes the place of errors which say that units are lost: some may be, besides."""
+    assert "nothing is lost" not in hint.lower()

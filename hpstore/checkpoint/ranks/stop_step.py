@@ -166,8 +166,8 @@ class Preemption(Closing):
             problem = str(error).splitlines()[0]
         if after is None and not self._closed:
             _log.error(
-                "the ranks did not agree on a step to stop at%s: nothing is saved now. The newest "
-                "committed step is still current",
+                "the ranks did not agree on a step to stop at%s: this one saves nothing now. What "
+                "is committed stays so, the next job goes on from the newest of it",
                 f" ({problem})" if problem else "",
             )
         with self._changed:
