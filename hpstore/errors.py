@@ -55,10 +55,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
-# how the messages here begin to say what is as it was before
+# how messages say what is as it was before, to the end of that sentence
 _PROMISE = re.compile(
-    r"[;,.]? (?:[Nn]othing (?:was|of)|Objects are untouched|[Tt]he membership is unchanged"
-    r"|the version before it is unchanged)\b"
+    r"[;,.:]? (?:[Nn]othing (?:was|of)|Objects are untouched|[Tt]he membership is unchanged"
+    r"|the version before it is unchanged)\b.*?(?=\.(?: |$)|$)",
+    re.DOTALL,
 )
 
 
@@ -361,6 +362,6 @@ class DirectUnavailable(DirectError):
 
 
 def without_promise(error: BaseException) -> str:
-    """What went wrong, in words, without "Nothing was changed" and all that follows it: for a
-    caller that had changed something before the call which failed. Ends with a full stop."""
-    return _PROMISE.split(str(error), maxsplit=1)[0].rstrip(".") + "."
+    """What went wrong, in words, without the sentence that nothing was changed: for a caller that
+    had changed something before the call which failed. Ends with a full stop."""
+    return _PROMISE.sub("", str(error)).rstrip(".") + "."

@@ -85,3 +85,25 @@ def test_errors_can_be_caught_as_builtin_ones() -> None:
     assert issubclass(errors.DeviceError, OSError)
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.InvalidKey, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (
+            "2 of 4 are needed. Nothing was changed, and so on. Bring it: why",
+            "2 of 4 are needed. Bring it: why.",
+        ),
+        ("it may count. Objects are untouched; see pool.toml and try again.", "it may count."),
+        ("put failed; the version before it is unchanged.", "put failed."),
+        ("no sample is left: nothing was changed; delete it", "no sample is left."),
+        (
+            "taken for dead. Nothing of it can be read. Save it again.",
+            "taken for dead. Save it again.",
+        ),
+        ("Nothing older is lost", "Nothing older is lost."),
+    ],
+)
+def test_what_went_wrong_is_kept_without_the_promise(text: str, left: str) -> None:
+    """The reasons that follow it, too."""
+    assert errors.without_promise(HpstoreError(text)) == left
