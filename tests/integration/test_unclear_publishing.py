@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from hpstore.errors import DeviceTimeout, HpstoreError, RegistersUnavailable, VersionConflict
+from hpstore.errors import (
+    DeviceTimeout,
+    HpstoreError,
+    IngestError,
+    RegistersUnavailable,
+    VersionConflict,
+)
 from hpstore.loaders import (
     Dataset,
     DatasetWriter,
@@ -17,7 +23,7 @@ from hpstore.loaders import (
     ingest,
     verify_dataset,
 )
-from hpstore.loaders.dataset.dataset_manifest import manifest_key, version_key
+from hpstore.loaders.dataset.dataset_manifest import journal_key, manifest_key, version_key
 from hpstore.loaders.ingestion.ingest_journal import Journal
 from hpstore.pool.pool import Pool
 from tests.integration.data_sets import FIELDS, SMALL, make_pool, sample, write_samples
@@ -31,14 +37,14 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         yield made
 
 
-def unanswered(monkeypatch: pytest.MonkeyPatch, name: str, error: HpstoreError) -> None:
-    """The next put of the manifest of a data set is made, and raises as one of which an attempt
-    before it had its name already."""
+def unanswered(monkeypatch: pytest.MonkeyPatch, named: str, error: HpstoreError) -> None:
+    """The next put of this key, by default the manifest of a data set of this name, is made, and
+    raises as one of which an attempt before it had its name already."""
     put, error.maybe_visible = Pool.put, True
 
     def putting(pool: Pool, key: str, *args: Any, **options: Any) -> Any:
         made = put(pool, key, *args, **options)
-        if key == manifest_key(name):
+        if key == (named if "/" in named else manifest_key(named)):
             monkeypatch.setattr(Pool, "put", put)
             raise error
         return made
@@ -89,6 +95,18 @@ def test_an_ingest_without_an_answer_does_not_say_that_nothing_is_visible(
     assert said.value.maybe_visible
     assert "Nothing of" not in str(said.value)
     assert verify_dataset(pool, "a").clean
+
+
+def test_an_ingest_that_meets_its_own_journal_goes_on_when_it_is_called_again(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other process goes on with it, as the error would have it."""
+    root = images(tmp_path / "in", count=6)
+    unanswered(monkeypatch, journal_key("a"), VersionConflict(EXISTS))
+    with pytest.raises(IngestError, match="the same call goes on from there") as said:
+        ingest(pool, "a", root, **SHARD)
+    assert "that one goes on" not in str(said.value)
+    assert ingest(pool, "a", root, **SHARD).samples == 6
 
 
 def test_an_ingest_is_done_when_its_journal_cannot_be_removed(

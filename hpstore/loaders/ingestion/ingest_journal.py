@@ -127,6 +127,12 @@ class Journal:
                 if_version=self._version,
             )
         except VersionConflict as error:
+            if error.maybe_visible:
+                raise IngestError(
+                    f"the journal of the ingest of data set {self._name!r} was changed meanwhile, "
+                    "by another process or by a put of this one whose answer was lost: this one "
+                    "stops. Unless another ingests it, the same call goes on from there"
+                ) from error
             raise IngestError(
                 f"another process ingests data set {self._name!r}: this one stops, that one goes on"
             ) from error
