@@ -299,8 +299,8 @@ def _probe(device: Device, write: bool) -> None:
         raise
 
 
-def _holds_nothing(device: Device) -> bool:
-    """Neither a record nor objects."""
+def holds_nothing(device: Device) -> bool:
+    """Whether a device has neither a record nor objects. Raises DeviceError."""
     names = {entry.name for entry in device.entries("")}
     return POOL_FILE not in names and not (OBJECTS in names and device.entries(OBJECTS))
 
@@ -312,7 +312,7 @@ def require_unused(device: Device) -> None:
         advice = (
             f"It has no {POOL_FILE} and no objects, which is what `hpstore create` leaves when it "
             f"is cut off: then delete {IDENTITY_FILE} there"
-            if _holds_nothing(device)
+            if holds_nothing(device)
             else "If you no longer need that pool, delete its files there first"
         )
         raise DeviceInUse(

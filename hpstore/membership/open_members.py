@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
@@ -12,6 +13,7 @@ from hpstore.devices.opener import (
     OpenedDevice,
     Opener,
     Proof,
+    holds_nothing,
     identify_all,
     is_denied,
     prove,
@@ -147,14 +149,12 @@ def _choose_view(
     _require_key(config, opened.values())
     if not any(o.record is not None for o in opened.values()):
         reasons = _reasons(problems | {url: one.lacks for url, one in opened.items()})
-        hint = (
-            ""
-            if problems
-            else (
+        hint = ""
+        if not problems and _hold_nothing(opened, scheduler, config):
+            hint = (
                 " If `hpstore create` was cut off, nothing is stored yet: delete this file, and "
                 "hpstore.json on the devices, and create the pool again."
             )
-        )
         raise TooFewDevices(
             f"pool {config.name!r} ({config.path}): no device answers with a membership "
             "record. Objects are not touched; one device of the pool with a whole pool.json opens "
@@ -189,6 +189,16 @@ def _choose_view(
         read_only=refusing(opened, proof),
         denied=denied | proof.denied,
     )
+
+
+def _hold_nothing(
+    opened: Mapping[str, OpenedDevice], scheduler: Scheduler, config: PoolConfig
+) -> bool:
+    """Whether these devices have neither records, damaged ones included, nor objects: the file of
+    settings has the only key of those that do."""
+    looks = {url: partial(holds_nothing, one.device) for url, one in opened.items()}
+    answers = scheduler.gather_once(looks, config.settings.open_deadline_seconds)
+    return all(answer is True for answer in answers.values())
 
 
 def _require_key(config: PoolConfig, opened: Collection[OpenedDevice]) -> None:

@@ -19,7 +19,7 @@ import pytest
 import hpstore
 from hpstore.config import Settings, load_config, save_config
 from hpstore.devices.local import LocalDevice
-from hpstore.errors import ConfigError, DeviceFull, DeviceReadOnly, PoolKeyError
+from hpstore.errors import ConfigError, DeviceFull, DeviceReadOnly, PoolKeyError, TooFewDevices
 from hpstore.format.pool_key import new_pool_key
 from hpstore.format.records import POOL_FILE
 from hpstore.pool import create_pool
@@ -248,3 +248,20 @@ def test_a_create_that_fails_late_leaves_no_devices_with_a_lost_key(
     with hpstore.create(places, data=1, parity=1, config=config) as pool:
         pool.put("k", b"x")
         assert pool.get("k") == b"x"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_settings_with_the_only_key_are_not_to_be_deleted_where_objects_are(
+    tmp_path: Path, stored: bool
+) -> None:
+    """The memberships are lost on all devices. What a create that was cut off leaves looks like
+    that, too, and holds nothing."""
+    places, toml = [tmp_path / f"d{i}" for i in range(3)], tmp_path / "pool.toml"
+    with hpstore.create(places, data=2, parity=1, config=toml) as pool:
+        if stored:
+            pool.put("k", b"what the key belongs to")
+    for place in places:
+        (place / POOL_FILE).unlink()
+    with pytest.raises(TooFewDevices, match="no device answers with a membership record") as said:
+        hpstore.open(toml)
+    assert ("delete this file" in str(said.value)) != stored
