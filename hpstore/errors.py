@@ -236,7 +236,7 @@ class RedundancyWarning(UserWarning):
 
 
 class TooFewDevices(RedundancyError):
-    """Too few devices answered. What was there before is unchanged."""
+    """Too few devices answered. What was there before is unchanged, unless `maybe_visible`."""
 
     exit_code = 31
 
@@ -259,13 +259,14 @@ class TooManyErasures(RedundancyError):
 
 class RegistersUnavailable(RedundancyError):
     """What excludes other processes does not answer: too few devices, or the registers outside.
-    What is stored is untouched; it can be tried again."""
+    What is stored is untouched, unless `maybe_visible`; it can be tried again."""
 
     exit_code = 36
 
 
 class MembershipError(HpstoreError):
-    """A membership change was refused. The membership is unchanged."""
+    """A membership change was refused. The membership is unchanged, or the message says how far it
+    came."""
 
     exit_code = 33
 

@@ -73,9 +73,9 @@ def load_memory(directory: Path) -> AgentState:
         return AgentState.decode(data, where=str(path))
     except IntegrityError as error:
         raise ConfigError(
-            f"{error}. That says nothing of what is stored; the agent does not start without it, as "
-            "its guards would be reset. Look at `hpstore status`, then move the file away to begin "
-            "anew."
+            f"{error}. That says nothing of what is stored; the agent does not start without it, "
+            "as its guards would be reset. Look at `hpstore status`, then move the file away to "
+            "begin anew."
         ) from error
 
 

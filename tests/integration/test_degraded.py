@@ -218,7 +218,7 @@ def test_an_eviction_that_cannot_be_taken_back_says_so(
     """Devices leave when it is closed for new columns already: it is refused, and stays draining.
     That nothing was changed would be wrong."""
     harness = Harness(tmp_path, data=2, parity=1, devices=4, clock=FakeClock())
-    judge = changes.endangered
+    judge = vars(changes)["endangered"]
 
     def late(*arguments: Any, **options: Any) -> list[str]:
         harness.lose(harness.urls[1:3])
@@ -243,7 +243,7 @@ def test_a_rebuild_that_is_done_does_not_fail_where_that_cannot_be_noted(
     """Too few devices answer for a change of the membership: the report is of what was rebuilt, and
     the next rebuild notes it."""
     harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())
-    commit = admin.commit_record
+    commit = vars(admin)["commit_record"]
 
     def late(*arguments: Any, **options: Any) -> None:
         harness.lose(harness.urls[2:4])

@@ -93,8 +93,8 @@ def refused_by_one(rank: int, world: int, directory: Path) -> None:
     state of rank 0."""
     with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False) as ckpt:
         ckpt.save(1, {"w": torch.full((1000,), 1.0), "a": np.ones(3)}).result()
-        state = {"w": torch.zeros(1000), "a": np.zeros(3)}
-        state["a"].flags.writeable = rank == 0  # type: ignore[union-attr]
+        state: dict[str, Any] = {"w": torch.zeros(1000), "a": np.zeros(3)}
+        state["a"].flags.writeable = rank == 0
         said = raised(lambda: ckpt.restore(state))
         assert "read-only array" in said, said
         if rank == 0:
