@@ -338,7 +338,8 @@ class Pool:
         ObjectNotFound
             There is none.
         TooManyErasures, TooFewDevices
-            Whether there is one is unclear, or it cannot be deleted durably. Nothing was deleted.
+            Whether there is one is unclear, or it cannot be deleted durably. It is there, or
+            `maybe_visible` is set: then it may be gone.
         """
         self._session.require_writable()
         check_key(key)

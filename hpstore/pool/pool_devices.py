@@ -127,7 +127,8 @@ class PoolDevices:
         ------
         MembershipError
             None or several are meant, or it was evicted before; an object needs it; or more than
-            parity replaces would be away, by weight. Nothing has changed.
+            parity replaces would be away, by weight. Nothing has changed, or the message says that
+            the device stays draining.
         """
         self._session.require_writable()
         with self._session.change():
