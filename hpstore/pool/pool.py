@@ -149,7 +149,7 @@ class Pool:
         Raises
         ------
         TooFewDevices, LockTimeout
-            Nothing was stored.
+            Nothing was stored, or `maybe_visible` is set: then it may be, see the message.
         VersionConflict, RegistersUnavailable, RegistersForeign
             With a condition: it does not hold, or that cannot be told.
         InvalidKey, ConfigError
