@@ -222,7 +222,7 @@ def test_an_eviction_that_cannot_be_taken_back_says_so(
 
     def late(*arguments: Any, **options: Any) -> list[str]:
         harness.lose(harness.urls[1:3])
-        return judge(*arguments, **options)
+        return list(judge(*arguments, **options))
 
     monkeypatch.setattr(changes, "endangered", late)
     with harness.open() as pool:
