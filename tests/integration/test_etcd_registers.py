@@ -164,8 +164,7 @@ def test_two_hosts_never_both_create_a_key_also_while_the_pool_grows_rule_6(
     place: Path, etcd: EtcdCluster, grows: bool
 ) -> None:
     """Two run directories over the same disks; of 200 keys 103 were acknowledged twice by locks in
-    them (shared/cases/hosts/t_hosts.py). While they put, the registers move from the disks to
-    etcd."""
+    them (t_hosts). While they put, the registers move from the disks to etcd."""
     if not grows:
         grow(place, etcd.url).close()
     hosts = [host(place, RACE, name, str(KEYS)) for name in ("a", "b")]
@@ -233,7 +232,7 @@ def test_a_host_that_was_stopped_within_its_put_is_not_acknowledged_beside_anoth
 def test_two_hosts_that_evict_at_once_make_one_change_each_or_are_refused_rule_14(
     place: Path, etcd: EtcdCluster
 ) -> None:
-    """Of 2+1 on four disks one may go (shared/cases/hosts/t_hosts2.py)."""
+    """Of 2+1 on four disks one may go (t_hosts2)."""
     pool = grow(place, etcd.url)
     for number in range(8):
         pool.put(f"k/{number}", bytes([number]) * 300_000)
