@@ -250,6 +250,7 @@ def dcp_manifest() -> Manifest:
         "dcp": {
             "names": [*names[:-1], [names[-1][0], "b"]],
             "torch": "2.13",
+            "version": "1.0.0",
             "planner_data": encode_tree({"a": ("x", 0)}, "", nothing),
         }
     }

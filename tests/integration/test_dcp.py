@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -463,3 +464,16 @@ def test_a_checkpoint_whose_marker_is_not_put_is_said_to_be_committed(
     found = {"w": torch.zeros(10)}
     dcp_load(found, storage_reader=StorageReader(pool, "c"))
     assert torch.equal(found["w"], state["w"])
+
+
+def test_a_planner_sees_the_version_of_torchs_metadata(pool: hpstore.Pool) -> None:
+    """As with torch's file system: what save() returns and what a load's planner gets name it."""
+    with pool:
+        saved = dcp_save(state(1), storage_writer=StorageWriter(pool, PATH), no_dist=True)
+        planner = DefaultLoadPlanner()
+        reader = StorageReader(pool, PATH)
+        dcp_load(state(2), storage_reader=reader, planner=planner, no_dist=True)
+        assert isinstance(saved, Metadata)
+        assert planner.metadata is not None
+        wanted = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
+        assert saved.version == planner.metadata.version == wanted

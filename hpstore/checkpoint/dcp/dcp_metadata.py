@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,6 +33,7 @@ from hpstore.format.untrusted_bytes import MALFORMED, brief
 
 # Any: planner data and torch's union of metadata types
 TREE = {"$": "dcp"}  # such a manifest has no tree of ours: the Checkpointer passes it over
+VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # torch 2.6 has none
 
 
 def manifest_at(path: str, rank: int | None = None) -> str:
@@ -85,8 +87,8 @@ def require_all(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) ->
 
 
 def make_manifest(metadata: Metadata, results: Sequence[WriteResult], *, session: str) -> Manifest:
-    """What the coordinator publishes. Sets `storage_data` of torch's metadata, and its dtypes to
-    those of the tensors that were written (under plan caching they may be stale)."""
+    """What the coordinator publishes. Sets `storage_data` and `version` of torch's metadata, and
+    its dtypes to those of the tensors that were written (under plan caching they may be stale)."""
     segments: list[Segment] = []
     items: list[Item] = []
     for result in results:
@@ -100,6 +102,7 @@ def make_manifest(metadata: Metadata, results: Sequence[WriteResult], *, session
     metadata.storage_data = {
         result.index: item for result, item in zip(results, items, strict=True)
     }
+    metadata.version = VERSION
     names = [
         [name, "t" if isinstance(entry, TensorStorageMetadata) else "b"]
         for name, entry in metadata.state_dict_metadata.items()
@@ -108,6 +111,7 @@ def make_manifest(metadata: Metadata, results: Sequence[WriteResult], *, session
     planner = encode_tree(metadata.planner_data, "planner_data", nothing)
     if nothing.tensors:
         raise CheckpointError("the planner's data hold tensors; hpstore records plain values only")
+    recorded = {"names": names, "planner_data": planner, "torch": torch.__version__}
     return Manifest(
         step=0,
         created_ms=max(0, time.time_ns() // 1_000_000),
@@ -115,12 +119,13 @@ def make_manifest(metadata: Metadata, results: Sequence[WriteResult], *, session
         items=tuple(items),
         tree=TREE,
         session=session,
-        extra={"dcp": {"names": names, "planner_data": planner, "torch": torch.__version__}},
+        extra={"dcp": {**recorded, "version": VERSION}},
     )
 
 
 def torch_metadata(manifest: Manifest, *, where: str, load_id: str) -> Metadata:
-    """Inverse of make_manifest. Raises IntegrityError, CheckpointError."""
+    """Inverse of make_manifest; `version` is None where none was recorded, as in torch's older
+    checkpoints. Raises IntegrityError, CheckpointError."""
     recorded = manifest.extra.get("dcp")
     if recorded is None:
         raise CheckpointError(
@@ -138,9 +143,10 @@ def torch_metadata(manifest: Manifest, *, where: str, load_id: str) -> Metadata:
             entries[name] = _tensor_entry(items[name])
             storage.update({MetadataIndex(name, i.box.offsets): i for i in items[name]})
         planner = decode_tree(recorded["planner_data"], Decoding(tensor=_no_tensor))
+        version = recorded.get("version")
     except MALFORMED as error:
         raise IntegrityError(f"{where}: manifest is malformed: {brief(error)}") from error
-    return Metadata(
+    metadata = Metadata(
         state_dict_metadata=entries,
         planner_data=planner,
         storage_data=storage,
@@ -148,6 +154,8 @@ def torch_metadata(manifest: Manifest, *, where: str, load_id: str) -> Metadata:
             checkpoint_id=where, save_id=manifest.session or None, load_id=load_id
         ),
     )
+    metadata.version = None if version is None else str(version)
+    return metadata
 
 
 def _tensor_entry(items: Sequence[Item]) -> TensorStorageMetadata:
