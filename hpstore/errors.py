@@ -236,7 +236,7 @@ class RedundancyWarning(UserWarning):
 
 
 class TooFewDevices(RedundancyError):
-    """Too few devices answered. What was there before is unchanged, unless `maybe_visible`."""
+    """Too few devices answered. Earlier data is unchanged, unless `maybe_visible`."""
 
     exit_code = 31
 

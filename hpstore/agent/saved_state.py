@@ -75,7 +75,7 @@ def load_memory(directory: Path) -> AgentState:
         raise ConfigError(
             f"{error}. That says nothing of what is stored; the agent does not start without it, "
             "as its guards would be reset. Look at `hpstore status`, then move the file away to "
-            "begin anew."
+            "start over."
         ) from error
 
 

@@ -213,7 +213,7 @@ class RecordHold:
         if self._thread is not None and not self._taken and not self._over.is_set():
             raise LockTimeout(
                 f"{self._what}: this process was stopped or cut off, and another one has taken its "
-                "hold over. What it did before that stands."
+                "hold over. Its earlier work is kept."
             )
 
     def disown(self) -> None:

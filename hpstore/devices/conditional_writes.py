@@ -63,7 +63,7 @@ class ConditionalWrites:
         try:
             with _one_at_a_time:
                 self.enforced()
-        except (HpstoreError, FileNotFoundError) as error:
+        except (HpstoreError, OSError, RuntimeError) as error:  # at exit no more threads start
             _log.info("conditions of writes were not tried on %s: %s", self._client.url, error)
             self._begun = False
 

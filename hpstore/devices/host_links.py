@@ -99,7 +99,7 @@ class HostLinks:
         by: HostLinks | None = None,
     ) -> None:
         self.url, self._seconds, self._secure = url, seconds, secure
-        self._by = self if by is None else by
+        self._by = by  # None for itself: it is closed when the last user drops it, not in a cycle
         self.counters: LinkCounters = LinkCounters() if by is None else by.counters
         self._host, self._port, self._disk = place
         self._doubted = False  # the last call got no answer; set by any thread, a hint
@@ -168,7 +168,7 @@ class HostLinks:
         """
         limit = self._patience(seconds)
         if self._doubted:
-            self._by.require_host(limit)
+            (self._by or self).require_host(limit)
         for last in (False, True):
             stream = self._take(limit, fresh=last)
             args = args if not (last and into is not None) else {**(args or {}), "whole": True}
@@ -390,7 +390,7 @@ class HostLinks:
             stream.close()
         return DeviceTimeout(
             f"device {self.url}: no answer to {operation} within {seconds:.1f} s; the host or the "
-            "disk hangs, or the host cannot be reached. What was called may still happen",
+            "disk hangs, or the host cannot be reached. The call may still be carried out",
             device=self.url,
         )
 
@@ -398,7 +398,7 @@ class HostLinks:
         self._doubted = self._doubted or seconds >= _DOUBT_SECONDS
         return DeviceMissing(
             f"device {self.url}: the host does not answer within {seconds:.1f} s: it hangs, or "
-            "cannot be reached. Nothing was called",
+            "cannot be reached",
             device=self.url,
         )
 

@@ -78,6 +78,10 @@ class Shared:
     data_port: int | None = None  # for bodies without TLS
 
 
+class _Unwelcome(DeviceError):
+    """The caller may do nothing here."""
+
+
 class _Cut(OSError):
     """An answer cannot go on: the connection must end."""
 
@@ -116,24 +120,29 @@ class ServedConnection:
             return self._refuse(_MALFORMED, error)
         if data is None:
             return False
-        if reason := self._admitted_as.refused:
-            return self._refuse(REFUSED, DeviceError(reason))
-        if time.monotonic() > self._admitted_as.until_seconds:
-            return self._refuse(REFUSED, DeviceError("the caller's certificate has ended"))
         left = [0]
         try:
             head = request_head(data)
             left[0] = head.body_bytes
+            self._require_welcome()
             disk, operation, request = self._admitted(head)
         except (IntegrityError, DeviceError) as error:
             if left[0] > MOST_BODY_BYTES:
                 return self._refuse(_TOO_LARGE, error)
-            self._drain(left)
+            self._drain(left)  # what is not taken would overtake the answer by a reset
+            if isinstance(error, _Unwelcome):
+                return self._refuse(REFUSED, error)
             if isinstance(error, IntegrityError):
                 return self._refuse(_MALFORMED, error)
             return self._answer_error(error)
         with contextlib.ExitStack() as reserved:  # memory for the answer
             return self._carry_out(disk, operation, request, left, reserved)
+
+    def _require_welcome(self) -> None:
+        if reason := self._admitted_as.refused:
+            raise _Unwelcome(reason)
+        if time.monotonic() > self._admitted_as.until_seconds:
+            raise _Unwelcome("the caller's certificate has ended")
 
     def _admitted(self, head: Head) -> tuple[ExportedDisk, DiskOperation, Request]:
         """What a request asks for. Raises IntegrityError for another form, DeviceError for what is

@@ -104,7 +104,7 @@ class KeptHold:
             self.release()
             raise LockTimeout(
                 f"{self._what}: this process was stopped or cut off, and {holder} has its hold "
-                "now. What it did before that stands."
+                "now. Its earlier work is kept."
             )
 
     def release(self) -> None:

@@ -411,7 +411,7 @@ class PoolAdmin:
 
     def _mark_healed(self, devices: Collection[str]) -> None:
         """Write down that evicted devices have been made up for. Left to the next rebuild where the
-        membership cannot be changed now: what was rebuilt is told all the same."""
+        membership cannot be changed now: the report of the rebuild is returned anyway."""
         try:
             with self._session.change():
                 record = self._store.view.record

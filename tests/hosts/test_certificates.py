@@ -130,12 +130,12 @@ def test_who_shows_no_certificate_of_the_authority_is_not_let_in(
             device_of(service, files)
     with monkeypatch.context() as patch:
         patch.setattr("hpstore.hosts.certificates.ROLE_URI", "urn:other:role:")
-        make_caller(tls, "nobody", CallerRole.KEEPER, 30)
+        make_caller(tls, "outsider", CallerRole.KEEPER, 30)
     for _ in range(4):  # the reason comes before the end of the connection
         with pytest.raises(
-            DeviceDenied, match=r"the certificate of nobody has no role, or several"
+            DeviceDenied, match=r"the certificate of outsider has no role, or several"
         ):
-            device_of(service, tls / "callers/nobody")
+            device_of(service, tls / "callers/outsider")
     with pytest.raises((DeviceMissing, DeviceError)):
         device_of(service, None)
     roles = ("urn:hpstore:role:writer", "urn:hpstore:role:keeper", "urn:hpstore:role:root")

@@ -21,6 +21,7 @@ from hpstore.config import Settings
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import (
     ConfigError,
+    DeviceDenied,
     DeviceError,
     MembershipError,
     RegistersForeign,
@@ -303,6 +304,25 @@ def guarded(tmp_path: Path) -> Iterator[tuple[HostUrl, Path]]:
         service.export(LocalDevice(str(tmp_path / "disk")))
         yield HostUrl(host="127.0.0.1", port=service.address[1]), tmp_path / "tls/callers"
     records.close()
+
+
+def test_a_caller_without_a_role_hears_why_for_a_request_with_a_body(
+    guarded: tuple[HostUrl, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service takes the body before it ends the connection: else the caller cannot send the
+    rest, and does not come to the answer."""
+    from hpstore.hosts.certificates import make_caller
+    from hpstore.hosts.device_calls import CallerRole
+
+    url, callers = guarded
+    monkeypatch.setattr("hpstore.hosts.certificates.ROLE_URI", "urn:other:role:")
+    make_caller(callers.parent, "outsider", CallerRole.KEEPER, 30)
+    secure = TlsFiles(callers / "outsider", server=False).call
+    for _ in range(4):
+        store = HostRecords(url, "p/0", seconds=5.0, secure=secure)
+        with pytest.raises(DeviceDenied, match="the certificate of outsider has no role"):
+            store._links.call("records_swap", bodies=[bytes(6 * MIB)])
+        store.close()
 
 
 def test_a_reader_may_not_write_registers_and_only_a_keeper_the_membership(

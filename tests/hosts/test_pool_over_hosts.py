@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import socket
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -213,8 +215,20 @@ def test_a_stopped_host_makes_no_failing_disks(
     device.close()
 
 
+def test_links_that_are_dropped_close_at_once(hosts: list[RigHost]) -> None:
+    """Not at some collection of garbage: the host keeps what they have open until then."""
+    links = HostDevice(hosts[0].urls()[0], seconds=5.0)._links
+    gone = weakref.ref(links)
+    gc.disable()
+    try:
+        del links
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_host_that_is_cut_off_is_missing() -> None:
-    """No connection is made: nothing was called, and nothing is known of the disk."""
+    """No connection is made, and nothing is known of the disk."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = full.getsockname()
         waiting = [socket.socket() for _ in range(4)]
@@ -222,7 +236,7 @@ def test_a_host_that_is_cut_off_is_missing() -> None:
             one.setblocking(False)
             one.connect_ex(address)
         try:
-            with pytest.raises(DeviceMissing, match="Nothing was called"):
+            with pytest.raises(DeviceMissing, match="the host does not answer"):
                 HostDevice(f"hpd://127.0.0.1:{address[1]}/0", seconds=0.6)
         finally:
             for one in waiting:

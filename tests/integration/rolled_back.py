@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,3 +97,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     set_to(10 * WEEK_MS)
     return set_to
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> Iterator[Pool]:
+    """The second pool, 2+2 on five devices."""
+    devices = [tmp_path / f"cold{number}" for number in range(5)]
+    with hpstore.create(devices, data=2, parity=2, config=tmp_path / "cold.toml") as pool:
+        yield pool

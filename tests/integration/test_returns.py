@@ -44,17 +44,22 @@ class Unlisted(DeviceWrapper):
         return call()
 
 
+def evict_of_ten(harness: Harness, pool: Pool, gone: str) -> None:
+    """A device leaves that holds columns of ten objects; they are rebuilt without it."""
+    for number in range(10):
+        pool.put(f"k{number}", payload(f"k{number}", SIZE))
+    harness.lose([gone])
+    pool.evict(gone)
+    pool.rebuild()
+
+
 def test_a_returning_device_that_cannot_be_listed_does_not_return(tmp_path: Path) -> None:
     """PROTOCOL 12: what was not judged is not served; it stays evicted, and keeps what it has."""
     clock = FakeClock()
     harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=clock)
     gone = harness.urls[0]
     with harness.open() as pool:
-        for number in range(10):
-            pool.put(f"k{number}", payload(f"k{number}", SIZE))
-        harness.lose([gone])
-        pool.evict(gone)
-        pool.rebuild()
+        evict_of_ten(harness, pool, gone)
         for number in range(10):
             pool.delete(f"k{number}")
         clock.advance(2 * pool.config.settings.tombstone_seconds)
@@ -119,11 +124,7 @@ def test_a_return_that_members_cannot_note_touches_no_file(tmp_path: Path) -> No
     harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())
     gone = harness.urls[0]
     with harness.open() as pool:
-        for number in range(10):
-            pool.put(f"k{number}", payload(f"k{number}", SIZE))
-        harness.lose([gone])
-        pool.evict(gone)
-        pool.rebuild()
+        evict_of_ten(harness, pool, gone)
         for number in range(10):
             pool.put(f"k{number}", b"newer")
         harness.bring_back()

@@ -22,8 +22,8 @@ def fresh(path: Path) -> Harness:
 
 
 def cut_off(harness: Harness, job: Callable[[Pool], object]) -> HpstoreError:
-    """The error of a job whose devices stop to answer when all it has written is there, and its
-    claim is to be given back."""
+    """The error of a job whose devices stop answering after its last write, before it gives its
+    claim back."""
     process = TurnProcess(harness)
     with closing_all(process):
         process.start(job)

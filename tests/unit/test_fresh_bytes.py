@@ -53,7 +53,7 @@ CALLS: dict[str, Callable[[hpstore.Pool, PoolFileSystem], Any]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_object_is_in_memory_once(tmp_path: Path, call: str) -> None:
-    """It was twice, and the second time in fresh pages: 99 ms for 32 MiB that take 14."""
+    """It was twice, and the second time in fresh pages, which cost more than the read."""
     places = [tmp_path / f"d{n}" for n in range(3)]
     with hpstore.create(places, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
         pool.put("x", DATA)

@@ -86,17 +86,20 @@ def test_a_name_that_is_not_there_is_no_error() -> None:
     assert recorder.drain().outcome.tolist() == [IoOutcome.OK]
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_a_host_that_is_away_makes_no_failing_disks(remote: bool) -> None:
+@pytest.mark.parametrize("kind", ["local", "host", "store"])
+def test_a_host_or_store_that_is_away_makes_no_failing_disks(kind: str) -> None:
     """It restarts, and they are well. A local device that went is none to trust."""
+    remote = kind != "local"
 
     class Away(MemoryDevice):
-        host_disk = object() if remote else None
+        host_disk = object() if kind == "host" else None
 
         def stamp(self, path: str) -> Stamp | None:
             raise DeviceMissing("connection refused")
 
-    device, recorder = metered(Away())
+    away = Away()
+    away.mode = "remote" if kind == "store" else away.mode
+    device, recorder = metered(away)
     for _ in range(20):
         with pytest.raises(DeviceMissing):
             device.stamp(PATH)

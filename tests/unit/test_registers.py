@@ -377,7 +377,7 @@ def test_a_hold_that_another_process_has_by_now_does_not_say_that_nothing_was_ch
         harness.restart()  # its locks are gone
         with (
             b.admin.registers.hold(AGENT, "another", deadline_seconds=0.0),
-            pytest.raises(LockTimeout, match=r"another.* What it did before that stands") as said,
+            pytest.raises(LockTimeout, match=r"another.* Its earlier work is kept") as said,
         ):
             held.keep()
         assert "Nothing was changed" not in str(said.value)

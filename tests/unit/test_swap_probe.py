@@ -173,3 +173,22 @@ def test_no_counter_waits_for_a_store_that_lets_losers_of_a_race_wait(
     assert one.raise_counter("mark.json", 4) == two.raise_counter("mark.json", 4) == 4
     assert conditions[2:] == [None, None]
     assert len(asked) == 1
+
+
+def test_a_trial_that_the_end_of_the_process_stops_is_no_fault(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It runs beside the work: a process that ends then starts no more threads for it. Of a thread
+    that ends by an exception the tests hear."""
+    obstore = pytest.importorskip("obstore", reason="obstore is not installed (hpstore[s3])")
+
+    def ending(trial: object, name: str) -> str:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(conditional_writes, "find_lapse", ending)
+    client = StoreClient(obstore.store.MemoryStore(), url="s3://b")
+    conditions = ConditionalWrites(client, "tmp", seconds=0.0)
+    with caplog.at_level("INFO"):
+        assert conditions.expected()
+        poll(60.0, lambda: "after interpreter shutdown" in caplog.text)
+    assert conditions.expected()

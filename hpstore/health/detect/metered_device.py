@@ -89,7 +89,8 @@ class MeteredDevice(DeviceWrapper):
     def __init__(self, inner: Device, meter: DeviceMeter) -> None:
         super().__init__(inner)
         self.meter = meter
-        if host_disk(inner) is not None:  # a host that is away says nothing of its disks
+        # a host or a store that is away says nothing of its disks
+        if host_disk(inner) is not None or inner.mode == "remote":
             meter.blameless = (DeviceMissing, *BLAMELESS)
 
     @property

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -134,9 +135,9 @@ class ReadStream(io.BufferedReader):
 class WholeOrNothing(io.IOBase):
     """A stream that leaves a `with` block with its bytes stored, or by an exception with none."""
 
+    @abstractmethod
     def discard(self) -> None:
         """Forget what was written."""
-        raise NotImplementedError
 
     def __exit__(
         self,

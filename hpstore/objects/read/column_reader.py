@@ -63,7 +63,7 @@ class ColumnReader:
         self.pool_key = pool_key
         self._device, self._handle = device, handle
         self._checks: tuple[ColumnChecks, NDArray[np.uint64]] | None = None  # and the table
-        self._asked = False  # somebody reads the table for the first time
+        self._asked = False  # a thread has begun to read the table
         self._users = 1
         self._lock = threading.Lock()  # guards _users, _asked, changes of _handle, of _checks
 
