@@ -31,6 +31,13 @@ def bench_loader(options: Options) -> dict[str, object]:
     return run(options)
 
 
+def bench_pipeline(options: Options) -> dict[str, object]:
+    """hpstore/benchmarks/pipeline/pipeline_bench.py; torch is imported only when it runs."""
+    from hpstore.benchmarks.pipeline.pipeline_bench import bench_pipeline as run
+
+    return run(options)
+
+
 def bench_train(options: Options) -> dict[str, object]:
     """hpstore/benchmarks/train_bench.py; runs jobs of its own."""
     from hpstore.benchmarks.train_bench import bench_train as run
@@ -75,6 +82,7 @@ BENCHMARKS: dict[str, Callable[[Options], dict[str, object]]] = {
     "hosts": bench_hosts,
     "ingest": bench_ingest,
     "loader": bench_loader,
+    "pipeline": bench_pipeline,
     "remote": bench_remote,
     "train": bench_train,
 }
@@ -87,6 +95,7 @@ DEFAULT_BYTES = {
     "hosts": GIB,
     "ingest": 128 * MIB,
     "loader": 200_000 * 12 * KIB,
+    "pipeline": 0,
     "remote": 64 * MIB,
     "train": 0,
 }

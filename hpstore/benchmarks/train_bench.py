@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ STOP_SECONDS = 60.0  # until the jobs of a run that is cut have ended
 WAIT_BAR = 0.02  # of a step, for data
 CHECKPOINT_BAR = 1.03  # time with a checkpoint every few steps, to time with none
 PIPELINE, PIPELINES = "gpipe", ("gpipe", "f1b")
-LEAST_ROUNDS = 3  # of figures that have a bar
 # Any below: JSON
 Found = dict[str, Any]
 
@@ -84,16 +84,11 @@ def measured_pipelines(folder: Path, options: Options) -> Found:
     """Idle ranks, checkpoints, data and hooks of larger steps, with their bars; also a file and a
     picture in the folder."""
     from hpstore.benchmarks.pipeline.pipeline_bars import told
-    from hpstore.benchmarks.pipeline.pipeline_bench import picture, tables
+    from hpstore.benchmarks.pipeline.pipeline_bench import bench_pipeline
 
-    found = tables(rounds=max(LEAST_ROUNDS, options.repeats), quick=options.quick)
-    try:
-        found["picture"] = str(picture(folder))
-    except ImportError as error:
-        found["picture"] = f"none: {error}; pip install 'hpstore[bench]'"
+    found: Found = bench_pipeline(replace(options, plots=folder))
     (folder / "pipeline.json").write_text(json.dumps(found, indent=1) + "\n")
     (folder / "pipeline.txt").write_text("\n".join(told(found["bars"])) + "\n")
-    sys.stderr.write((folder / "pipeline.txt").read_text())
     return found
 
 

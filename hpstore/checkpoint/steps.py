@@ -25,6 +25,7 @@ from hpstore.checkpoint.restore.tensor_stream import ByteProgress
 from hpstore.checkpoint.restore.verify_step import VerifyReport, verify_step
 from hpstore.checkpoint.save.saver import Saver
 from hpstore.checkpoint.tiers.nearest_step import listed_steps, nearest, newest_valid
+from hpstore.errors import HpstoreError, without_promise
 from hpstore.runtime.clock import SystemClock
 
 
@@ -192,7 +193,8 @@ class Steps:
         )
 
     def delete(self, step: int, *, force: bool = False, tiers: bool = True) -> None:
-        """Delete a step: its manifest first, then the segments that it alone names.
+        """Delete a step: its manifest first, then the segments that it alone names. With tiers, in
+        the further pools first.
 
         Parameters
         ----------
@@ -206,11 +208,30 @@ class Steps:
         Raises
         ------
         CheckpointError
-            The step is protected, or there is none.
+            The step is protected, in any of the pools, or there is none. Nothing was deleted.
+        HpstoreError
+            A pool failed; the message names those of the tiers that have let the step go before.
+            Call it again.
         """
         self._settled()
-        for catalog in self._having(step) if tiers else [self._catalog]:
-            catalog.delete(step, force=force)
+        having = self._having(step) if tiers else [self._catalog]
+        for catalog in having if not force else ():
+            catalog.require_unprotected(step)
+        gone: list[str] = []
+        for catalog in having:
+            name = catalog.pool.config.name
+            try:
+                catalog.delete(step, force=force)
+            except HpstoreError as error:
+                if not gone:
+                    raise
+                raise type(error)(
+                    f"step {step} is deleted in {' and '.join(gone)}, not in {name}: "
+                    f"{without_promise(error)} When that is mended, delete it again",
+                    device=error.device,
+                    key=error.key,
+                ) from error
+            gone.append(name)
 
     def retain(self, *, dry_run: bool = False) -> list[StepDecision]:
         """Apply the Checkpointer's keep_last, keep_every, keep_best and keep_for now.

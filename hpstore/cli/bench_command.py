@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from hpstore.benchmarks.harness.measure import Options
 
 
-_NAMES = "cache, checkpoint, devices, erasure, health, hosts, ingest, loader, remote, train"
+_NAMES = (
+    "cache, checkpoint, devices, erasure, health, hosts, ingest, loader, pipeline, remote, train"
+)
 _SIZES = "object size, 1GiB; of a checkpoint 1.5GiB; of a data set 2.3GiB; or small"
 _PEERS = (
     "for checkpoint: torch.save,dcp,dcp.async,safetensors and others; for loader: "
@@ -62,14 +64,14 @@ def run(
     quick: Annotated[
         bool,
         typer.Option(
-            "--quick", help="for cache, health, train: little data, to see that all works"
+            "--quick", help="for cache, health, pipeline, train: little data, to see that all works"
         ),
     ] = False,
     drive_stats: Annotated[
         list[Path] | None, typer.Option(help="for health: a file to forecast failures from")
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(help="for cache and train: a directory for pictures (PNG)")
+        Path | None, typer.Option(help="for cache, pipeline, train: a directory for pictures (PNG)")
     ] = None,
     yes: Yes = False,
 ) -> None:

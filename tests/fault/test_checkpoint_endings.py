@@ -23,7 +23,7 @@ from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(240)]
 PATIENCE = 60.0
-KILLS, SEED = 30 if LONG else 12, 20261121
+KILLS, SEED = 30 if LONG else 8, 20261121
 FLOATS = 200_000
 
 

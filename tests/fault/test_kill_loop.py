@@ -16,14 +16,14 @@ from tests.fault.kills.victims import BODIES
 from tests.thorough import LONG
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(290)]
-KILLS = 200 if LONG else 30
+KILLS = 200 if LONG else 20
 SEED = 20261117
 
 
 def test_killed_processes_tear_nothing_and_lose_nothing_acknowledged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Kill 30 processes, 200 in a long run; after each, all it touched is whole, at the end all.
+    """Kill 20 processes, 200 in a long run; after each, all it touched is whole, at the end all.
 
     Then a rebuild and a scrub leave nothing to mend, and old orphans in tmp/ are swept.
     """

@@ -18,6 +18,7 @@ from hpstore.pool.pool import Pool
 RUN = "run"
 WEEK_MS = 7 * 24 * 3600 * 1000
 SIZE = 30_000  # floats: large enough to be referenced
+TIER_SECONDS = 60.0  # at most, until tiers have their copies
 
 
 def state_of(value: float) -> dict[str, torch.Tensor]:
@@ -105,3 +106,14 @@ def cold(tmp_path: Path) -> Iterator[Pool]:
     devices = [tmp_path / f"cold{number}" for number in range(5)]
     with hpstore.create(devices, data=2, parity=2, config=tmp_path / "cold.toml") as pool:
         yield pool
+
+
+def save_all(ckpt: Checkpointer, *steps: int, shift: float = 0.0) -> None:
+    """Each is copied before the next is saved."""
+    for step in steps:
+        save(ckpt, step, shift=shift)
+        assert ckpt.tiers.wait(TIER_SECONDS)
+
+
+def steps_in(pool: Pool) -> list[int]:
+    return StepCatalog(pool, RUN).all()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer, Tier
+from hpstore.checkpoint import Tier
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.tiers import tier_copies
 from hpstore.checkpoint.tiers.copy_step import CopyStopped, copy_step
@@ -22,21 +22,18 @@ from hpstore.errors import CheckpointError, ConfigError, TooFewDevices, VersionC
 from hpstore.pool.pool import Pool
 from tests.integration import rolled_back
 from tests.integration.cli_cases import PoolCommands
-from tests.integration.rolled_back import RUN, checkpointer, held, save, state_of
+from tests.integration.rolled_back import (
+    RUN,
+    TIER_SECONDS,
+    checkpointer,
+    held,
+    save,
+    save_all,
+    state_of,
+    steps_in,
+)
 
 both, cold = rolled_back.both, rolled_back.cold  # fixtures
-PATIENCE = 60.0
-
-
-def save_all(ckpt: Checkpointer, *steps: int, shift: float = 0.0) -> None:
-    """Each is copied before the next is saved."""
-    for step in steps:
-        save(ckpt, step, shift=shift)
-        assert ckpt.tiers.wait(PATIENCE)
-
-
-def steps_in(pool: Pool) -> list[int]:
-    return StepCatalog(pool, RUN).all()
 
 
 def segments_in(pool: Pool) -> list[str]:
@@ -134,7 +131,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
 
     def waiting(*args: Any, **options: Any) -> Any:
         begun.set()
-        assert go.wait(PATIENCE)
+        assert go.wait(TIER_SECONDS)
         return copy_step(*args, **options)
 
     monkeypatch.setattr(tier_copies, "copy_step", waiting)
@@ -149,13 +146,13 @@ def test_the_first_pool_keeps_a_step_until_it_is_copied(
     begun, go = gate
     with checkpointer(pool, keep_last=1, tiers=[Tier(pool=cold)]) as ckpt:
         save(ckpt, 1)
-        assert begun.wait(PATIENCE)
+        assert begun.wait(TIER_SECONDS)
         save(ckpt, 2, 3, 4)
         ckpt.saver.let_tidy()
         assert steps_in(pool) == [1, 4]
         assert not ckpt.tiers.wait(0.0)
         go.set()
-        assert ckpt.tiers.wait(PATIENCE)
+        assert ckpt.tiers.wait(TIER_SECONDS)
         assert steps_in(cold) == [1, 4]
         assert ckpt.counters["tier_copies_skipped_total"] == 2
         save(ckpt, 5)
@@ -179,7 +176,7 @@ def test_a_killed_copy_shows_nothing_and_the_next_process_makes_it(pool: Pool, c
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
     assert steps_in(cold) == []
     with checkpointer(pool, tiers=[Tier(pool=cold)]) as ckpt:
-        assert ckpt.tiers.wait(PATIENCE)
+        assert ckpt.tiers.wait(TIER_SECONDS)
     assert steps_in(cold) == [2]
     assert float(checked(cold, 2)["free"][0]) == 2.0
     assert len(segments_in(cold)) == len(StepCatalog(cold, RUN).manifest(2).objects)
@@ -223,7 +220,7 @@ def test_two_that_copy_at_once_leave_one_whole_copy(pool: Pool, cold: Pool) -> N
     found: list[Any] = []
 
     def copying() -> None:
-        meet.wait(PATIENCE)
+        meet.wait(TIER_SECONDS)
         try:
             found.append(copy_step(StepCatalog(pool, RUN), 1, StepCatalog(cold, RUN)))
         except VersionConflict as error:  # the other one's manifest was not read as a whole yet
@@ -264,7 +261,7 @@ def test_a_rollback_reaches_all_pools(
                 monkeypatch.setattr(Pool, "put", put)
                 ckpt.rollback(2)
                 ckpt.steps.undo_rollback()  # the same version of step 4 is there again, or another
-                assert ckpt.tiers.wait(PATIENCE)
+                assert ckpt.tiers.wait(TIER_SECONDS)
                 ckpt.rollback(2)
             return put(there, key, data, *args, **options)
 
@@ -274,7 +271,7 @@ def test_a_rollback_reaches_all_pools(
         assert (steps_in(pool), steps_in(cold)) == ([1, 2], [2])
         assert ckpt.restore(state_of(0.0)) == 2
         ckpt.steps.undo_rollback()
-        assert ckpt.tiers.wait(PATIENCE)
+        assert ckpt.tiers.wait(TIER_SECONDS)
         assert steps_in(cold) == [2, 4]
 
 
@@ -412,20 +409,6 @@ def test_a_run_is_not_begun_anew_because_a_tier_is_away(
             ckpt.restore(state_of(0.0))
         with pytest.raises(TooFewDevices):
             ckpt.latest_valid()
-
-
-def test_protection_and_deletion_reach_all_that_have_a_step(pool: Pool, cold: Pool) -> None:
-    with checkpointer(pool, keep_last=1, tiers=[Tier(pool=cold, keep_last=1)]) as ckpt:
-        save_all(ckpt, 1)
-        ckpt.steps.protect(1, "best")
-        save_all(ckpt, 2)
-        assert steps_in(cold) == [1, 2]
-        assert ckpt.steps.protected() == {"best": 1}
-        ckpt.steps.unprotect("best")
-        ckpt.delete(1)
-        assert ckpt.steps() == [2]
-        ckpt.delete(2)
-        assert (ckpt.steps(), steps_in(cold)) == ([], [])
 
 
 def test_a_step_is_not_deleted_in_some_of_its_pools_alone(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hpstore.checkpoint.convert import atomic_files
 from hpstore.checkpoint.convert.atomic_files import published
 
 
@@ -29,6 +30,36 @@ def test_a_directory_is_replaced_whole(target: Path) -> None:
     assert [file.name for file in target.parent.iterdir()] == ["export"]
 
 
+def test_a_directory_is_under_its_name_at_every_moment(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after the one step that replaces it, where a kill could come: the old one is whole
+    under the name that may be deleted."""
+    seen = []
+
+    def watched(path: Path) -> None:
+        seen.append((path.suffix, [file.name for file in path.iterdir()]))
+        seen.append((target.suffix, [file.name for file in target.iterdir()]))
+
+    monkeypatch.setattr(atomic_files, "_remove", watched)
+    replace(target)
+    assert seen == [(".part", ["old"]), ("", ["new"])]
+
+
+@pytest.fixture
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a filesystem that cannot swap two names."""
+    monkeypatch.setattr(atomic_files, "_exchanged", lambda *_: False)
+
+
+@pytest.mark.usefixtures("no_exchange")
+def test_a_directory_is_replaced_in_two_steps_where_one_cannot_do(target: Path) -> None:
+    replace(target)
+    assert [file.name for file in target.iterdir()] == ["new"]
+    assert [file.name for file in target.parent.iterdir()] == ["export"]
+
+
+@pytest.mark.usefixtures("no_exchange")
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_rename_that_fails_leaves_what_was_there(
     target: Path, monkeypatch: pytest.MonkeyPatch, taken: bool

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hpstore.benchmarks.pipeline import pipeline_bars, pipeline_bench
+from hpstore.cli.bench_command import run
 from tests.thorough import LONG
 
 # Any below: JSON
@@ -131,11 +132,12 @@ def test_what_hooks_add_to_a_call_is_measured() -> None:
 @pytest.mark.skipif(not LONG, reason="half a minute: HPSTORE_LONG_TESTS=1")
 def test_all_figures_can_be_had(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Short: real ranks, every way of saving, all bars, machine and load."""
-    assert pipeline_bench.main(["--quick", "--json", str(tmp_path / "found.json")]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
+    run(["pipeline"], json_file="-", quick=True, directory=tmp_path)
+    said = capsys.readouterr()
+    found = json.loads(said.out)["pipeline"]
     assert list(found["idle"]) == ["M=4", "M=8", "M=16"]
     assert list(found["checkpoints"]) == ["none", "free", "bubbles", "inline", "torch.save"]
     assert found["checkpoints"]["free"]["idle_mb"] + found["checkpoints"]["free"]["busy_mb"] > 0
     assert len(found["bars"]) == 6
     assert len(found["load"]) == 3
-    assert capsys.readouterr().out.count(", bar ") == 6
+    assert said.err.count(", bar ") == 6

@@ -102,7 +102,7 @@ def test_figures_of_pipelines_are_written_with_met_and_not_met(
     found = train_bench.measured_pipelines(
         tmp_path, replace(options(tmp_path, [], quick=True), repeats=1)
     )
-    assert asked == [{"rounds": 3, "quick": True}]
+    assert asked == [{"rounds": 3, "quick": True, "directory": None}]
     assert found["picture"].startswith("none: ")
     assert json.loads((tmp_path / "pipeline.json").read_text()) == found
     assert (tmp_path / "pipeline.txt").read_text().splitlines() == [

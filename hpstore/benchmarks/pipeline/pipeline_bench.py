@@ -1,7 +1,6 @@
 """Pipelines of real processes: how idle ranks are, and what checkpoints, data and hooks cost.
 
-    python -m hpstore.benchmarks.pipeline.pipeline_bench [--json FILE] [--plots DIR] [--rounds N]
-        [--quick]
+    hpstore bench pipeline [--json FILE] [--plots DIR] [--repeats N] [--quick]
 
 Ranks are processes of this machine, so there must be as many free cores as stages: machine and load
 are printed with the figures.
@@ -9,8 +8,6 @@ are printed with the figures.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import tempfile
@@ -20,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from hpstore.benchmarks.harness.bench_report import describe, machine
+from hpstore.benchmarks.harness.measure import Options
 from hpstore.benchmarks.harness.rank_processes import launch
 from hpstore.benchmarks.pipeline.pipeline_bars import Row, bars, cost_rows, idle_rows, told
 from hpstore.benchmarks.pipeline.pipeline_rank import (
@@ -37,10 +34,12 @@ from hpstore.trainers.pipelining.stages import watched
 from hpstore.trainers.pipelining.step_record import StepRecord
 
 ROUNDS = 5
+LEAST_ROUNDS = 3  # of figures that have a bar
 EVENTS, HOOK_STEPS = 48, 400  # of a step of 16 micro-batches; steps of a round
 
 
 def idle_table(
+    directory: Path,
     microbatches: Sequence[int] = (4, 8, 16),
     *,
     stages: int = 2,
@@ -54,10 +53,8 @@ def idle_table(
         Case(schedule=schedule, stages=stages, microbatches=count, forward_seconds=forward_seconds)
         for count in microbatches
     ]
-    with tempfile.TemporaryDirectory(prefix="hpstore-bench-") as name:
-        make_pool(Path(name))
-        found = launch(stages, Path(name), idle_rank, cases, rounds, steps)
-    return idle_rows(found, stages)
+    make_pool(directory)
+    return idle_rows(launch(stages, directory, idle_rank, cases, rounds, steps), stages)
 
 
 def cost_table(
@@ -156,16 +153,19 @@ PICTURES = tuple(
 )
 
 
-def tables(*, rounds: int = ROUNDS, quick: bool = False) -> dict[str, Any]:
+def tables(
+    *, rounds: int = ROUNDS, quick: bool = False, directory: Path | None = None
+) -> dict[str, Any]:
     """All figures, with the load before and after, and the bars. `quick`: short, to show that all
-    works; what it says of the bars is then worth nothing."""
+    works; what it says of the bars is then worth nothing. `directory`: where pools are made."""
     loads = [os.getloadavg()[0]]
     few: Mapping[str, Any] = {"forward_seconds": 0.01, "steps": 1, "rounds": 1} if quick else {}
     short: Mapping[str, Any] = {"rounds": 1, "steps": 5} if quick else {}
     events = hook_us(1 if quick else rounds)
-    idle = idle_table(**{"rounds": rounds, **few})
+    with tempfile.TemporaryDirectory(prefix="hpstore-bench-", dir=directory) as name:
+        idle = idle_table(Path(name), **{"rounds": rounds, **few})
     loads.append(os.getloadavg()[0])
-    with tempfile.TemporaryDirectory(prefix="hpstore-bench-") as name:
+    with tempfile.TemporaryDirectory(prefix="hpstore-bench-", dir=directory) as name:
         cost = cost_table(Path(name), **{"rounds": rounds, **short})
     loads.append(os.getloadavg()[0])
     return {
@@ -187,23 +187,17 @@ def picture(directory: Path) -> Path:
         return draw(events_of(Path(name), PICTURES), directory)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The tables, and the picture where matplotlib is and a place for it is given."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    parser.add_argument("--plots", type=Path, help="a directory for the picture")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="the median counts")
-    parser.add_argument("--quick", action="store_true", help="short, to show that all works")
-    options = parser.parse_args(arguments)
-    found = {"machine": machine(), **tables(rounds=options.rounds, quick=options.quick)}
+def bench_pipeline(options: Options) -> dict[str, object]:
+    """All tables in at least three rounds, a line for each bar, and the picture where `plots` names
+    a directory for it (made where it is not there)."""
+    found = tables(
+        rounds=max(LEAST_ROUNDS, options.repeats), quick=options.quick, directory=options.directory
+    )
     if options.plots is not None:
-        found["picture"] = str(picture(options.plots))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    sys.stdout.write(describe(found))
-    sys.stdout.write("\n".join(told(found["bars"])) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        options.plots.mkdir(parents=True, exist_ok=True)
+        try:
+            found["picture"] = str(picture(options.plots))
+        except ImportError as error:
+            found["picture"] = f"none: {error}; pip install 'hpstore[bench]'"
+    sys.stderr.write("\n".join(told(found["bars"])) + "\n")
+    return found

@@ -275,9 +275,8 @@ class StepCatalog:
 
         Raises CheckpointError for a step that is protected, unless forced.
         """
-        names = [name for name, kept in self.protected().items() if kept == step]
-        if names and not force:
-            raise CheckpointError(f"step {step} is protected as {names[0]!r}: unprotect it first")
+        if not force:
+            self.require_unprotected(step)
         key = manifest_key(self.prefix, step)
         if not self._seems_there(key):
             self.manifest(step)  # says which steps there are
@@ -285,6 +284,15 @@ class StepCatalog:
         self.pool.delete(key)
         self.forget(step)
         self.remove_unnamed(segments)
+
+    def require_unprotected(self, step: int) -> None:
+        """Raise CheckpointError for a step that is protected."""
+        names = [name for name, kept in self.protected().items() if kept == step]
+        if names:
+            raise CheckpointError(
+                f"step {step} is protected as {names[0]!r} in {self.pool.config.name}: unprotect "
+                "it first. Nothing was deleted"
+            )
 
     def named_by(self, step: int, version: str | None = None) -> set[str]:
         """The segments that a step names, as far as that can be read. `version`: of its manifest,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import secrets
 import shutil
@@ -11,6 +13,8 @@ from pathlib import Path
 
 from hpstore.errors import ConfigError
 from hpstore.runtime.rights import keep_rights
+
+_HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
 
 
 def check_target(
@@ -48,8 +52,10 @@ def published(
 ) -> Iterator[Path]:
     """Where to write what shall be `target`: a hidden neighbour, synced and renamed at the end.
 
-    On an error it is removed. A kill may leave it; its name ends in `.part`, it may be deleted. One
-    that ends in `.old` is what was there before: a kill right before its end leaves it so.
+    On an error it is removed. A kill may leave it; its name ends in `.part`, it may be deleted. A
+    directory that is replaced changes places with it in one step. Where the filesystem cannot do
+    that there are two, and a kill between them leaves what was there before under a name that ends
+    in `.old`.
     """
     check_target(target, directory=directory, force=force, ours=ours)
     part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
@@ -76,6 +82,8 @@ def _rename(part: Path, target: Path) -> None:
     if not (part.is_dir() and target.is_dir() and any(target.iterdir())):
         part.replace(target)
         return
+    if _exchanged(part, target):
+        return  # what was there before has the other name, and goes
     old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
     target.rename(old)  # a kill between the two renames leaves both versions beside the name
     try:
@@ -87,6 +95,19 @@ def _rename(part: Path, target: Path) -> None:
             error.add_note(f"what was {target} is {old} now")
         raise
     shutil.rmtree(old)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Swap what two names are of (renameat2, Linux 3.15). False where that cannot be done."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):  # overlayfs: the last
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def _remove(path: Path) -> None:
