@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hpstore.cli.options import Json
 from hpstore.cli.output import emit_json, table
@@ -17,6 +18,21 @@ if TYPE_CHECKING:
     from hpstore.loaders.traces.trace_comparison import CapacityRow
     from hpstore.loaders.traces.trace_files import RecordedTrace
 
+PICTURE = "hit-ratios.png"  # unless --plot names another file
+
+
+class _Simulate(TyperCommand):
+    """A command whose --plot may come without a file."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click's Context
+        """Give a --plot that nothing follows, or another option does, its file."""
+        given: list[str] = []
+        for word, following in zip(args, [*args[1:], "-"], strict=True):
+            bare = word == "--plot" and following.startswith("-")
+            given += [word, PICTURE] if bare else [word]
+        return super().parse_args(ctx, given)
+
+
 cache = typer.Typer(no_args_is_help=True, help="The loader's cache: play recorded traces to it.")
 
 
@@ -25,7 +41,7 @@ def about() -> None:
     """The loader's cache: play recorded traces to it."""
 
 
-@cache.command(name="simulate")
+@cache.command(name="simulate", cls=_Simulate)
 def play(
     trace: Annotated[Path, typer.Argument(help="a file of requests: oracleGeneral, CSV or MSR")],
     policies: Annotated[
@@ -34,7 +50,10 @@ def play(
     percents: Annotated[
         str, typer.Option("--capacity", help="percent of the different blocks, comma-separated")
     ] = "2,5,10,20,40",
-    plot: Annotated[Path | None, typer.Option(help="draw the ratios into this PNG or SVG")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help=f"draw the ratios into this PNG or SVG ({PICTURE} where none is named)"),
+    ] = None,
     format: Annotated[str, typer.Option(help="auto, oracle, msr or csv")] = "auto",  # noqa: A002
     column: Annotated[str, typer.Option(help="of CSV: name or number of the object's column")] = "",
     block_bytes: Annotated[int, typer.Option(help="of MSR: bytes of a block")] = 4096,
@@ -46,7 +65,7 @@ def play(
 ) -> None:
     """Compare hit ratios of hpstore's policy, plain policies and Belady's MIN on a trace.
 
-    hpstore cache simulate trace.oracleGeneral.zst --policies all --plot ratios.png
+    hpstore cache simulate trace.oracleGeneral.zst --policies all --plot
     """
     from hpstore.loaders.traces.trace_comparison import capacities_of, compare, policies_named
     from hpstore.loaders.traces.trace_files import MOST_REQUESTS, read_trace
@@ -76,6 +95,8 @@ def play(
     )
     best = ("best plain", "difference") if any(r.difference is not None for r in rows) else ()
     table("", ("blocks", "share", *named, *best), [_line(found, row) for row in rows])
+    if plot is not None:
+        sys.stdout.write(f"drawn: {plot}\n")
 
 
 def _line(found: RecordedTrace, row: CapacityRow) -> tuple[str, ...]:

@@ -158,7 +158,10 @@ def test_the_command_prints_every_policy_and_the_same_as_json(tmp_path: Path) ->
         assert name in shown
 
 
-def test_the_command_draws_a_picture_and_refuses_what_it_cannot(tmp_path: Path) -> None:
+def test_the_command_draws_a_picture_and_refuses_what_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--plot names a file, or nothing follows it, or another option does."""
     path = tmp_path / "loop.csv"
     path.write_text("\n".join(map(str, [*range(40)] * 5)))
     words = ["cache", "simulate", str(path), "--policies", "lru,hpstore"]
@@ -166,6 +169,12 @@ def test_the_command_draws_a_picture_and_refuses_what_it_cannot(tmp_path: Path) 
     done = CliRunner().invoke(app, [*words, "--plot", str(tmp_path / "p.png")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    for more in (["--plot"], ["--plot", "--batch", "8"]):
+        done = CliRunner().invoke(app, [*words, *more])
+        assert "drawn: hit-ratios.png" in done.output
+        assert Path("hit-ratios.png").read_bytes().startswith(b"\x89PNG")
+        Path("hit-ratios.png").unlink()
     for more in (["--policies", "lur"], ["--capacity", "0"], ["--batch", "0"]):
         found = CliRunner().invoke(app, [*words, *more])
         assert isinstance(found.exception, ConfigError)

@@ -211,7 +211,8 @@ def _all_json(values: Collection[Any]) -> bool:
         if max(max(whole), -min(whole)).bit_length() > MOST_BITS:
             return False
     if str in kinds:
-        return all(map(_is_unicode, values if alone else [v for v in values if type(v) is str]))
+        texts = values if alone else [v for v in values if type(v) is str]
+        return all(map(str.isascii, texts)) or all(map(_is_unicode, texts))
     return True
 
 
