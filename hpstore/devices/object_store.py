@@ -94,6 +94,17 @@ class ObjectStoreDevice(StoreDevice):
         self.client.put(self._path(path), data)
         self.quota.changed(len(data))
 
+    def write_new(self, path: str, data: bytes) -> bool:
+        """Write a small file unless there is one, where the store enforces conditions. False for
+        another one: a write whose answer was lost and that was sent again meets itself."""
+        only = "" if self.conditions.expected() else None
+        try:
+            self.client.put(self._path(path), data, only=only)
+        except StoreChanged:
+            return self.read_small(path, _HEAD_BYTES) == data
+        self.quota.changed(len(data))
+        return True
+
     def entries(self, path: str) -> list[DirectoryEntry]:
         return self.client.entries(self._path(path))
 

@@ -7,23 +7,17 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from hpstore.config import Settings
-from hpstore.devices.ballast import BALLAST
-from hpstore.devices.base import DIRECTORIES, READABLE, REGISTERS, RELEASED, Device, denied
-from hpstore.devices.file_handles import ESCAPED_NAMES
-from hpstore.devices.horizon_guard import HORIZON, MARK
+from hpstore.devices.base import READABLE, RELEASED, Device
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.remote_opener import open_remote
 from hpstore.errors import (
     ConfigError,
     DeviceDenied,
     DeviceError,
-    DeviceInUse,
     DeviceMissing,
     DeviceReadOnly,
     IntegrityError,
@@ -31,7 +25,6 @@ from hpstore.errors import (
 )
 from hpstore.format.device_urls import has_secrets, without_secrets
 from hpstore.format.host_calls import SCHEME
-from hpstore.format.keys import OBJECTS
 from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, POOL_FILE, Identity, PoolRecord
 from hpstore.format.store_settings import StoreSettings
@@ -39,19 +32,7 @@ from hpstore.runtime.deadline_wait import Patience
 from hpstore.runtime.mutual_tls import TlsFiles
 from hpstore.runtime.scheduler import Scheduler
 
-
-@runtime_checkable
-class Preparable(Protocol):
-    """A device whose root is made ready, once, before it is used."""
-
-    def prepare(self) -> None:
-        """Make the directories of a device root."""
-
-
 Opener = Callable[[str], Device]
-_OURS = {*DIRECTORIES, BALLAST, ESCAPED_NAMES, HORIZON, MARK, POOL_FILE, REGISTERS, RELEASED}
-_HARMLESS = {"lost+found", ".snapshot", ".zfs", "System Volume Information"}
-_TRASH = ".Trash-"  # and a user's number: a desktop makes it on each disk
 RELEASED_NOTE = "was released for maintenance"  # in the error of such a device
 OPEN_PATIENCE = 2.0  # seconds that a device is waited for without which the pool opens
 
@@ -297,87 +278,6 @@ def _probe(device: Device, write: bool) -> None:
     except BaseException:  # Ctrl-C too: the descriptor would keep its lock
         device.close()
         raise
-
-
-def holds_nothing(device: Device) -> bool:
-    """Whether a device has neither a record nor objects. Raises DeviceError."""
-    names = {entry.name for entry in device.entries("")}
-    return POOL_FILE not in names and not (OBJECTS in names and device.entries(OBJECTS))
-
-
-def require_unused(device: Device) -> None:
-    """Raise DeviceInUse unless a place can become a device: nothing is there, or what a claim that
-    failed has left."""
-    if device.stamp(IDENTITY_FILE) is not None:
-        advice = (
-            f"It has no {POOL_FILE} and no objects, which is what `hpstore create` leaves when it "
-            f"is cut off: then delete {IDENTITY_FILE} there"
-            if holds_nothing(device)
-            else "If you no longer need that pool, delete its files there first"
-        )
-        raise DeviceInUse(
-            f"device {device.url} already belongs to a pool ({IDENTITY_FILE} is there). {advice}.",
-            device=device.url,
-        )
-    names = {entry.name for entry in device.entries("")}
-    strange = sorted(n for n in names - _OURS - _HARMLESS if not n.startswith(_TRASH))
-    if strange:
-        more = f" and {len(strange) - 3} more" if len(strange) > 3 else ""
-        raise DeviceInUse(
-            f"device {device.url} holds {', '.join(strange[:3])}{more}, which hpstore did not "
-            "make. Nothing was changed there. Give an empty directory, such as "
-            f"{device.url.rstrip('/')}/hpstore.",
-            device=device.url,
-        )
-    taken = [name for name in DIRECTORIES if name in names and device.entries(name)]
-    if taken:
-        raise DeviceInUse(
-            f"device {device.url} holds {', '.join(sorted(taken))} but no {IDENTITY_FILE}: "
-            "leftovers of a pool? Choose an empty directory.",
-            device=device.url,
-        )
-
-
-def claim(device: Device, identity: Identity) -> None:
-    """Make an unused place into a device of a pool. Durable on return.
-
-    Raises DeviceInUse when it belongs to some pool already, or holds files that are not hpstore's,
-    DeviceError when it does not work.
-    """
-    require_unused(device)
-    if isinstance(device, Preparable):
-        device.prepare()
-    device.probe(write=True)
-    device.write_small(IDENTITY_FILE, identity.encode())
-
-
-def make_place(url: str, settings: Settings) -> bool:
-    """Create the directory of a new local device when only its last component is missing; whether
-    it was."""
-    if "://" in url and not url.startswith("file://"):
-        return False
-    path = url.removeprefix("file://")
-    if os.path.lexists(path) and not os.path.isdir(path):
-        raise ConfigError(f"device {path} is not a directory")
-    if os.path.isdir(path):
-        return False
-    try:
-        os.mkdir(path, settings.directory_mode)
-    except PermissionError as error:
-        raise denied(error, path, "making of the directory") from error
-    except OSError as error:
-        raise DeviceMissing(
-            f"device {path} cannot be made: {error.strerror}. Only the last directory of a path is "
-            "made, so that a mistyped mount does not end up on another disk.",
-            device=path,
-        ) from error
-    return True
-
-
-def remove_place(url: str) -> None:
-    """Take back what make_place has made, unless something lies there by now."""
-    with suppress(OSError):
-        os.rmdir(url.removeprefix("file://"))
 
 
 def is_denied(error: Exception) -> bool:

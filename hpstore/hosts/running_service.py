@@ -11,7 +11,8 @@ from pathlib import Path
 
 from hpstore.config import Settings
 from hpstore.devices.local import LocalDevice
-from hpstore.devices.opener import device_opener, make_place
+from hpstore.devices.opener import device_opener
+from hpstore.devices.unused_places import make_place
 from hpstore.errors import ConfigError
 from hpstore.hosts.admission import Admit, admit_all, admit_certified
 from hpstore.hosts.host_limits import HostLimits

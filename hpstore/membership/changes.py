@@ -13,7 +13,8 @@ from functools import partial
 from typing import TypeVar
 
 from hpstore.devices.base import Device
-from hpstore.devices.opener import claim, same_form
+from hpstore.devices.opener import same_form
+from hpstore.devices.unused_places import claim
 from hpstore.errors import (
     DeviceFull,
     DeviceInUse,

@@ -20,12 +20,14 @@ from functools import partial
 from hpstore.agreement.registers import Registers, Successor
 from hpstore.config import PoolConfig
 from hpstore.devices.base import Device
-from hpstore.devices.opener import Opener, claim, make_place, remove_place, require_unused
+from hpstore.devices.opener import Opener
+from hpstore.devices.unused_places import alone, make_place, mark, remove_place, require_unused
 from hpstore.errors import (
     ConfigError,
     DeviceDenied,
     DeviceError,
     DeviceFull,
+    DeviceInUse,
     DeviceMissing,
     FormatTooNew,
     IntegrityError,
@@ -90,6 +92,12 @@ def create_members(
         domains = domains or _by_host(urls)
         record = _first_record(urls, domains, config, data, parity, unit_bytes)
         record.encode(config.key)  # refused before anything is claimed
+        try:
+            for device in devices:
+                closing.enter_context(alone(device))
+        except DeviceInUse:
+            undo.pop_all()  # also a place that was made here may be another process's now
+            raise
         _claim_all(devices, record, config, keep)
         undo.pop_all()
     return record
@@ -147,7 +155,7 @@ def _claim_all(
     claimed: list[Device] = []
     try:
         for device, member in zip(devices, record.members, strict=True):
-            claim(device, _identity(record, member))
+            mark(device, _identity(record, member))
             claimed.append(device)
         keep()
         for device in devices:

@@ -13,12 +13,12 @@ from hpstore.devices.opener import (
     OpenedDevice,
     Opener,
     Proof,
-    holds_nothing,
     identify_all,
     is_denied,
     prove,
     same_form,
 )
+from hpstore.devices.unused_places import holds_nothing
 from hpstore.errors import DeviceForeign, DeviceReadOnly, PoolKeyError, TooFewDevices
 from hpstore.format.records import PoolRecord
 from hpstore.membership.members import newest_of

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from hpstore.devices.base import RELEASED, Device, Usage
-from hpstore.devices.opener import identify, remove_place, same_form
+from hpstore.devices.opener import identify, same_form
+from hpstore.devices.unused_places import remove_place
 from hpstore.errors import DeviceError, DeviceMissing, HpstoreError, MembershipError
 from hpstore.format.records import IDENTITY_FILE, MAX_RECORD_BYTES, DeviceState, Identity, Member
 from hpstore.maintenance.dependents import require_room_to_drain

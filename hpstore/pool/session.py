@@ -22,11 +22,11 @@ from hpstore.devices.opener import (
     identify_all,
     is_denied,
     is_released,
-    make_place,
     prove,
     same_form,
 )
 from hpstore.devices.remote_opener import S3FS, driver_of
+from hpstore.devices.unused_places import make_place
 from hpstore.errors import (
     AlreadyClosed,
     ConfigError,
