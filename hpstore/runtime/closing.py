@@ -1,8 +1,12 @@
-"""What every object with a close() has in common: it is a context manager."""
+"""What every object with a close() has in common: `with`, and the end of the process."""
 
 from __future__ import annotations
 
+import atexit
+import threading
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -24,3 +28,22 @@ class Closing(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def call_at_exit(method: Callable[[], object]) -> None:
+    """Call a bound method when the process ends, if its object lives; the last one that was given
+    is called first. Threads still run, and executors still take work. It must not raise.
+
+    A thread that comes back out of C++ to an interpreter that is gone takes the process down with
+    it (SIGABRT): what has a thread in torch stops and joins it in such a method.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    # before concurrent.futures forbids new work, which the atexit functions come after
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(call)

@@ -306,6 +306,7 @@ class PoolAccelerate(Closing):
         try:
             self.checkpoints.close()
         finally:
+            self._ranks.close()
             if self._opened:
                 self.pool.close()
 

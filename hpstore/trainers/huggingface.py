@@ -351,6 +351,7 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         try:
             self.checkpoints.close()
         finally:
+            self._ranks.close()
             self._drop_folder()
             if self._opened:
                 self.pool.close()

@@ -7,20 +7,27 @@ of the training thread, the other the background save: neither waits for the oth
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hpstore.errors import CheckpointError
+from hpstore.runtime.closing import Closing
 
 _log = logging.getLogger(__name__)
+_BY_NUMBER = re.compile("[0-9a-f]{40}")  # a name that torch makes of ranks and a number of groups
 GRACE_SECONDS = 2.0  # for ranks that are a little behind when another one's end is noticed
 
 
@@ -31,8 +38,10 @@ class RankChannel(Enum):
     SAVER = 1
 
 
-class Ranks:
+class Ranks(Closing):
     """The ranks that save together; one alone when torch.distributed is not in use.
+
+    Its groups end when it is closed, or with the process.
 
     `group`: a process group of those taking part, by default all ranks; with `alone` this process
     saves for itself, whatever job it is in. A message that a rank does
@@ -69,6 +78,23 @@ class Ranks:
                 )
             self._members: Sequence[int] = members
             self._roll = Roll(self.rank, self.world)
+        self._end = partial(_destroy, self._groups, os.getpid())
+        if self.world > 1:
+            atexit.register(self._end)
+
+    def close(self) -> None:
+        """End the groups, their threads and connections: no message is possible after it. Of all
+        ranks. Idempotent.
+
+        Two things leave them to the end of the process. Where a message was lost, torch would wait
+        for it in here, as long as the timeout of the group. And where some ranks alone have made a
+        group, torch has its name from the number of groups that there are: with fewer of them, the
+        next such group would get a name that was used.
+        """
+        names = dist.distributed_c10d._world.pg_names.values() if self.world > 1 else ()
+        if not self.lost and not any(map(_BY_NUMBER.fullmatch, names)):
+            self._end()
+            atexit.unregister(self._end)
 
     @property
     def leads(self) -> bool:
@@ -97,7 +123,7 @@ class Ranks:
         if self.world == 1:
             return [mine]
         found = [torch.empty(len(mine), dtype=torch.int64, device="cpu") for _ in range(self.world)]
-        group = self._groups[channel]
+        group = self._group(channel)
         message = torch.tensor(mine, dtype=torch.int64, device="cpu")
         try:
             if within_seconds is None:
@@ -116,7 +142,7 @@ class Ranks:
             return mine
         message = torch.tensor(mine, dtype=torch.int64, device="cpu")
         try:
-            dist.broadcast(message, src=self._members[0], group=self._groups[channel])
+            dist.broadcast(message, src=self._members[0], group=self._group(channel))
         except RuntimeError as error:
             raise self._lost(error, "") from error
         return tuple(int(number) for number in message)
@@ -138,7 +164,7 @@ class Ranks:
 
     def _all_gather(self, mine: torch.Tensor, channel: RankChannel) -> list[torch.Tensor]:
         found = [torch.empty_like(mine) for _ in range(self.world)]
-        group = self._groups[channel]
+        group = self._group(channel)
         self._roll.come(group.group_name)
         try:
             dist.all_gather(found, mine, group=group)
@@ -147,15 +173,25 @@ class Ranks:
         return found
 
     def _broadcast(self, tensor: torch.Tensor, channel: RankChannel) -> None:
-        group = self._groups[channel]
+        group = self._group(channel)
         self._roll.come(group.group_name)
         try:
             dist.broadcast(tensor, src=self._members[0], group=group)
         except RuntimeError as error:
             raise self._lost(error, group.group_name) from error
 
+    # Any: torch's process groups have no public type
+    def _group(self, channel: RankChannel) -> Any:
+        if channel not in self._groups:
+            raise CheckpointError(
+                "the ranks exchange no more messages: what they were for is closed. What was "
+                "committed is untouched; make a new one on all ranks"
+            )
+        return self._groups[channel]
+
     def _lost(self, error: RuntimeError, name: str) -> CheckpointError:
         self.lost = True
+        atexit.unregister(self._end)
         absent = self._roll.absent(name) if name else []
         who = f"rank {', '.join(map(str, absent))}" if absent else "another rank"
         return CheckpointError(
@@ -164,6 +200,19 @@ class Ranks:
             "close() are calls of all ranks: one that leaves its loop, for an error that it alone "
             "catches, keeps the others waiting. What was committed is untouched. " + self._advice
         )
+
+
+def _destroy(groups: dict[RankChannel, Any], pid: int) -> None:
+    """The threads of a group are joined: they let the tensors of a message go after it has arrived,
+    and one that does so while the interpreter ends takes the whole process down with it (SIGABRT;
+    pytorch#190489).
+    """
+    if pid != os.getpid():
+        return  # the threads are the parent's
+    while groups:
+        _, group = groups.popitem()
+        with suppress(ValueError):  # the job has destroyed all groups before
+            dist.destroy_process_group(group)
 
 
 def require_alike(ranks: Ranks, name: str, mine: str, otherwise: str) -> None:

@@ -28,7 +28,7 @@ from hpstore.checkpoint.ranks.sigterm import (
     require_handling,
 )
 from hpstore.errors import CheckpointError, ThreadsExhausted
-from hpstore.runtime.closing import Closing
+from hpstore.runtime.closing import Closing, call_at_exit
 from hpstore.runtime.threads import start_thread
 
 _log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Preemption(Closing):
         self._deciding = False  # the trainer is held
         self._after: int | None = None  # the agreed step is the first one after this
         self._reached = False
-        self._closed = False
+        self._closed = self._left = False
         store, fault = None, ""
         try:
             _require_all_ranks(alone=alone)
@@ -91,6 +91,7 @@ class Preemption(Closing):
         except ThreadsExhausted:
             self._forget()
             raise
+        call_at_exit(self._stop_watching)
 
     # --- the trainer's thread -----------------------------------------------------------------
 
@@ -119,8 +120,7 @@ class Preemption(Closing):
         if self._closed:
             return
         self._closed = True
-        self._notice.wakes.put(None)
-        self._thread.join(_JOIN_SECONDS)
+        self._stop_watching()
         self._board.leave(self._completed)
         default = self._handler is not None and self._handler.before is signal.SIG_DFL
         self._forget()
@@ -129,6 +129,11 @@ class Preemption(Closing):
             raise raised
         if self._notice.told and not self._reached and default:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _stop_watching(self) -> None:
+        self._left = True
+        self._notice.wakes.put(None)
+        self._thread.join(_JOIN_SECONDS)
 
     def _forget(self) -> None:
         handler, self._handler = self._handler, None
@@ -144,7 +149,7 @@ class Preemption(Closing):
                 self._notice.wakes.get(timeout=LOOK_SECONDS)
             except queue.Empty:
                 continue
-            if self._closed:
+            if self._left:
                 return
         began = self._notice.at_seconds or time.monotonic()
         _log.warning(
@@ -164,7 +169,7 @@ class Preemption(Closing):
             after = self._board.agree(completed, until, self)
         except (RuntimeError, ValueError) as error:  # of torch's stores
             problem = str(error).splitlines()[0]
-        if after is None and not self._closed:
+        if after is None and not self._left:
             _log.error(
                 "the ranks did not agree on a step to stop at%s: this one saves nothing now. What "
                 "is committed stays so, the next job goes on from the newest of it",
@@ -177,12 +182,12 @@ class Preemption(Closing):
     @property
     def closed(self) -> bool:
         """Whether the trainer has left its loop."""
-        return self._closed
+        return self._left
 
     def _end_in_time(self) -> None:
         """A process that was signalled itself ends at the deadline, if its trainer has not come to
         the agreed step."""
-        while not self._closed and not self._reached:
+        while not self._left and not self._reached:
             signalled = self._notice.at_seconds
             if signalled is not None and time.monotonic() > signalled + self._seconds:
                 _log.error(

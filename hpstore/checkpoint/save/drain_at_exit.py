@@ -6,14 +6,13 @@ shows at the next restore. A writer process goes on with it.
 
 from __future__ import annotations
 
-import atexit
 import logging
-import threading
 import weakref
 from typing import Protocol
 
 from hpstore.checkpoint.ranks.sigterm import handler_if_free
 from hpstore.checkpoint.save.save_underway import Underway
+from hpstore.runtime.closing import call_at_exit
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +35,7 @@ class Draining:
     def __init__(self, owner: Saving, seconds: float) -> None:
         self._owner = weakref.ref(owner)
         self._seconds = seconds
-        # before concurrent.futures forbids new work, which the atexit functions come after
-        register = getattr(threading, "_register_atexit", atexit.register)
-        me = weakref.ref(self)
-        register(lambda: _drain(me))
+        call_at_exit(self.drain)
         self._handler = handler_if_free()
         if self._handler is not None:
             self._handler.add_drain(self)
@@ -56,9 +52,3 @@ class Draining:
         if self._handler is not None:
             self._handler.remove(self)
         self._owner = lambda: None  # type: ignore[assignment]  # a reference to nothing
-
-
-def _drain(reference: weakref.ref[Draining]) -> None:
-    draining = reference()
-    if draining is not None:
-        draining.drain()

@@ -486,12 +486,13 @@ class Saver:
         self._after.flush()
 
     def release(self) -> None:
-        """Give threads, memory and handlers back; the last save was waited for."""
+        """Give threads, memory, groups and handlers back; the last save was waited for."""
         if self._draining is not None:
             self._draining.forget()
         self.tiers.close()
         self._space.close()
         self._writing.close()
         self._stage.close()
+        self._ranks.close()
         if self._preemption is not None:
             self._preemption.close()

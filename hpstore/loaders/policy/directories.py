@@ -112,7 +112,8 @@ class Directories:
         if not self._handle:
             raise MemoryError(f"{len(rules)} directories of {blocks} blocks")
         handle = ctypes.c_void_p(self._handle)
-        self._finalizer = weakref.finalize(self, library.hpstore_directories_free_2, handle)
+        end = weakref.finalize(self, library.hpstore_directories_free_2, handle)
+        end.atexit = False  # threads may be in the library yet; the process takes its memory along
 
     @property
     def nbytes(self) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import DataLoader
-from hpstore.runtime.closing import Closing
+from hpstore.runtime.closing import Closing, call_at_exit
 from hpstore.runtime.threads import start_thread
 from hpstore.trainers.pipelining.consumed_samples import Span
 
@@ -59,6 +59,7 @@ class Feed(Closing):
             self._thread = start_thread(
                 threading.Thread(target=self._run, name="hpstore-feed", daemon=True)
             )
+            call_at_exit(self.close)
 
     def keep_ready(self, ahead: int) -> None:
         """So many may lie here from now on."""
