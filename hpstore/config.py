@@ -25,7 +25,7 @@ from hpstore.format.pool_key import PoolKey, parse_pool_key
 from hpstore.format.store_settings import StoreSettings, as_tables, parse_stores
 from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.runtime.rights import denied_path, group_number, rights_hint
-from hpstore.runtime.text_files import read_text_file, without_link, write_atomically
+from hpstore.runtime.text_files import checked_path, read_text_file, without_link, write_atomically
 from hpstore.units import GIB, MIB, parse_bytes
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ class Settings:
             )
         files = ("registers_ca_file", "registers_certificate_file", "registers_key_file")
         for name in ("run_directory", "state_directory", "certificates", *files):
-            if (where := getattr(self, name)) and not os.path.isabs(where):
+            where = getattr(self, name)
+            if where and not os.path.isabs(checked_path(where, f"setting {name}", recorded=True)):
                 raise ConfigError(f"setting {name} must be absolute: processes share it")
         if self.memory_bytes < 16 * MIB:
             raise ConfigError("setting memory_bytes must be at least 16 MiB")
@@ -248,7 +249,7 @@ def is_believable(path: Path) -> bool:
 
 def load_config(path: str | os.PathLike[str]) -> PoolConfig:
     """Read a pool.toml. Raises ConfigError that names the place and the nearest valid key."""
-    file = without_link(Path(path))
+    file = without_link(Path(checked_path(path, "a pool.toml")))
     try:
         document = tomllib.loads(read_text_file(file))
     except FileNotFoundError as error:
@@ -290,13 +291,14 @@ def read_stores(
     """[stores.NAME] of a TOML file, or as tables. Raises ConfigError."""
     if stores is None or isinstance(stores, Mapping):
         return parse_stores(stores or {}, where="stores")
+    file = checked_path(stores, "stores")
     try:
-        document = tomllib.loads(read_text_file(stores))
+        document = tomllib.loads(read_text_file(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{os.fspath(stores)} cannot be read: {error}") from error
+        raise ConfigError(f"{file} cannot be read: {error}") from error
     except MALFORMED:  # its text would repeat what may be a secret
-        raise ConfigError(f"{os.fspath(stores)} is not TOML") from None
-    return parse_stores(document.get("stores", {}), where=os.fspath(stores))
+        raise ConfigError(f"{file} is not TOML") from None
+    return parse_stores(document.get("stores", {}), where=file)
 
 
 def default_name(path: Path) -> str:
@@ -446,14 +448,15 @@ def _mode(config: PoolConfig) -> int | None:
 
 def registry_path(name: str) -> Path:
     """Where the name of a pool is kept for `hpstore.open(name)`."""
-    if not name or "/" in name or name.startswith("."):
+    if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
         raise ConfigError(f"{name!r} is not a name for a pool")
-    return home("HPSTORE_POOLS") / ".config" / "hpstore" / "pools" / f"{name}.toml"
+    file = checked_path(f"{name}.toml", "a pool's name", recorded=True)
+    return home("HPSTORE_POOLS") / ".config" / "hpstore" / "pools" / file
 
 
 def require_new(path: Path, name: str | None) -> None:
     """Raise ConfigError unless a pool can have its settings there, and this name."""
-    if path.exists():
+    if os.path.exists(path):
         raise ConfigError(f"{path} exists; a pool is not made over another one's settings")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{path} cannot be written: {path.parent} is not a writable directory")
@@ -468,13 +471,10 @@ def _free_place(name: str, path: Path) -> Path:
     if name.endswith(".toml"):
         raise ConfigError(f"the name {name!r} would be taken for a file: choose one without .toml")
     try:
-        name.encode()
         link.parent.mkdir(parents=True, exist_ok=True)
         taken = link.exists() and link.resolve() != path.resolve()
-    except (OSError, UnicodeEncodeError) as error:
-        raise ConfigError(
-            f"the name {name!r} cannot be kept under {link.parent}: {error}"
-        ) from error
+    except OSError as error:
+        raise ConfigError(f"the name {name!r} cannot be kept in {link.parent}: {error}") from error
     if taken:
         raise ConfigError(
             f"the name {name!r} belongs to {link.resolve()}; choose another name, or remove {link}"
@@ -491,8 +491,8 @@ def register(config: PoolConfig) -> None:
 
 def find_config(where: str | os.PathLike[str]) -> PoolConfig:
     """Load by path or by registered name."""
-    text = os.fspath(where)
-    if not Path(text).is_file() and "/" not in text and not text.endswith(".toml"):
+    text = checked_path(where, "a pool")
+    if not os.path.isfile(text) and "/" not in text and not text.endswith(".toml"):
         link = registry_path(text)
         if not link.exists():
             raise ConfigError(f"no pool is called {text!r} here; give the path of its pool.toml")

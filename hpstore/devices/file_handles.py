@@ -6,12 +6,15 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import NoReturn, Protocol
 
 from hpstore.codec.galois import Bytes
@@ -24,6 +27,7 @@ from hpstore.format.keys import OBJECTS
 from hpstore.runtime.buffers import aligned_array
 from hpstore.units import format_bytes, round_down, round_up
 
+_log = logging.getLogger(__name__)
 _MAX_IOV = 256  # below Linux's UIO_MAXIOV of 1024
 ESCAPED_NAMES = "escaped-names"  # in the root of a device where keys are escaped
 
@@ -56,7 +60,13 @@ def gone(url: str, operation: str) -> DeviceMissing:
 
 
 def raise_local_error(error: OSError, root: int, url: str, operation: str) -> NoReturn:
-    """As raise_device_error; of a full filesystem it says what is used up."""
+    """As raise_device_error; of a full filesystem it says what is used up, of a name that is not
+    what hpstore makes there, which it is."""
+    if error.errno in (errno.ENOTDIR, errno.ELOOP, errno.ENXIO) and isinstance(error.filename, str):
+        strange = _strange_part(root, error.filename)
+        if strange:
+            _log_strange(url, strange)
+            error = OSError(error.errno, strange)
     if is_full(error):
         found = os.fstatvfs(root)
         free = format_bytes(found.f_bavail * found.f_frsize)
@@ -67,6 +77,29 @@ def raise_local_error(error: OSError, root: int, url: str, operation: str) -> No
             device=url,
         ) from error
     raise_device_error(error, url, operation)
+
+
+def _strange_part(root: int, path: str) -> str:
+    """Which part of a path on a device is a link, or no directory where one belongs; else ""."""
+    parts = path.split("/")
+    for depth in range(1, len(parts) + 1):
+        name = "/".join(parts[:depth])
+        try:
+            mode = os.stat(name, dir_fd=root, follow_symlinks=False).st_mode
+        except OSError:
+            return ""
+        if stat.S_ISLNK(mode) or not (stat.S_ISDIR(mode) or (depth > 2 and stat.S_ISREG(mode))):
+            kind = "a symbolic link" if stat.S_ISLNK(mode) else "no directory"
+            return (
+                f"{name} is {kind} there, which hpstore did not make and does not follow. Move it "
+                "off the device, then `hpstore scrub` makes again what is missing"
+            )
+    return ""
+
+
+@lru_cache(maxsize=64)  # once in a process: every read of the keys behind it comes here
+def _log_strange(url: str, strange: str) -> None:
+    _log.warning("device %s: %s", url, strange)
 
 
 def is_full(error: OSError) -> bool:
@@ -137,7 +170,7 @@ class LocalWriter:
     def publish(self, path: str, guard: NameGuard | None = None) -> None:
         # unlocked first: a forked child holds a copy of the descriptor, and with it the lock
         self._call("unlock", lambda: fcntl.flock(self._file, fcntl.LOCK_UN))
-        self._call("rename", lambda: self._rename(path, guard))
+        self._call(f"rename to {path}", lambda: self._rename(path, guard))
         self._call("close", self._close)
 
     def _rename(self, path: str, guard: NameGuard | None) -> None:

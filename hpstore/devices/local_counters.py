@@ -53,15 +53,22 @@ class LocalCounters(ABC):
         """What changes when a file is replaced."""
 
     @contextlib.contextmanager
+    def _using(self, name: str) -> Iterator[None]:
+        """Turn OSErrors into DeviceErrors; ENOENT passes."""
+        try:
+            yield
+        except OSError as error:
+            raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
+
+    @contextlib.contextmanager
     def _counter_file(self, name: str, flags: int) -> Iterator[int]:
         fd = -1
         try:
-            fd = open_beneath(self.root_fd(), name, flags, self._file_mode)
-            if flags & os.O_RDWR:
-                widen(fd, self._file_mode)  # a process that died there may have left it closed
+            with self._using(name):
+                fd = open_beneath(self.root_fd(), name, flags, self._file_mode)
+                if flags & os.O_RDWR:
+                    widen(fd, self._file_mode)  # a process that died there may have left it closed
             yield fd
-        except OSError as error:
-            raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
         finally:
             with contextlib.suppress(OSError):  # what was read is checked, what was written synced
                 unlock_and_close(fd)
@@ -70,12 +77,11 @@ class LocalCounters(ABC):
         """What opens a counter that there may not be yet. Nothing is made on a device whose
         directories are gone: it was wiped, and must look it."""
         try:
-            os.stat(name, dir_fd=self.root_fd(), follow_symlinks=False)
+            with self._using(name):
+                os.stat(name, dir_fd=self.root_fd(), follow_symlinks=False)
         except FileNotFoundError:
             self.require_objects()
             return os.O_CREAT
-        except OSError as error:
-            raise_local_error(error, self.root_fd(), self.url, f"use of {name}")
         return 0
 
     def _decoded(self, fd: int, name: str, pool_key: PoolKey | None) -> int:
@@ -84,7 +90,7 @@ class LocalCounters(ABC):
 
     def counter(self, name: str, pool_key: PoolKey | None = None) -> int:
         try:
-            with self._counter_file(name, os.O_RDONLY) as fd:
+            with self._counter_file(name, os.O_RDONLY) as fd, self._using(name):
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 return self._decoded(fd, name, pool_key)
         except FileNotFoundError:
@@ -113,7 +119,7 @@ class LocalCounters(ABC):
     def counter_sector(self, name: str) -> bytes:
         """The bytes of a counter's file; none where it was never raised."""
         try:
-            with self._counter_file(name, os.O_RDONLY) as fd:
+            with self._counter_file(name, os.O_RDONLY) as fd, self._using(name):
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 return os.pread(fd, COUNTER_BYTES, 0)
         except FileNotFoundError:
@@ -132,7 +138,8 @@ class LocalCounters(ABC):
         return found[0]
 
     def _rewrite(self, name: str, change: Callable[[bytes], bytes]) -> None:
-        with self._counter_file(name, os.O_RDWR | self._creation(name)) as fd:
+        flags = os.O_RDWR | self._creation(name)
+        with self._counter_file(name, flags) as fd, self._using(name):
             self._lock_exclusively(fd, name)
             data = os.pread(fd, COUNTER_BYTES, 0)
             new = change(data)
@@ -170,8 +177,9 @@ class LocalCounters(ABC):
             yield
             return
         with self._counter_file(HORIZON, os.O_RDONLY | self._creation(HORIZON)) as fd:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-            guard.check_sector(os.pread(fd, COUNTER_BYTES, 0), self.url)
-            if guard.record is not None:
-                check_record(guard, self.stamp(POOL_FILE), self.url)
-            yield
+            with self._using(HORIZON):
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                guard.check_sector(os.pread(fd, COUNTER_BYTES, 0), self.url)
+                if guard.record is not None:
+                    check_record(guard, self.stamp(POOL_FILE), self.url)
+            yield  # an error of the rename is no error of the horizon

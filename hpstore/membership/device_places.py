@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpstore.devices.mount_table import unescape
 from hpstore.errors import ConfigError
+from hpstore.runtime.text_files import checked_path
 
 
 def filesystem_of(url: str) -> int | None:
@@ -83,6 +84,32 @@ def require_mounted(
             "others have a filesystem each: a mount that is mistyped, or not there? Nothing was "
             "changed. Look at `findmnt`, or say --allow-root-disk if it is meant so."
         )
+
+
+def checked_place(given: str | os.PathLike[str]) -> str:
+    """A device's URL as it is given, a path made absolute. Raises ConfigError for text that is
+    neither: it is written into the pool's records, which are UTF-8."""
+    if not isinstance(given, str) or "://" not in given:
+        return os.path.abspath(checked_path(given, "a device", recorded=True))
+    if given.startswith("file://"):
+        checked_path(given.removeprefix("file://"), "a device", recorded=True)
+    if "\0" in given:
+        raise ConfigError(f"a device {given!r} cannot be used: it holds a NUL")
+    try:
+        given.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"a device {given!r} cannot be used: {given[error.start]!r} cannot be written as "
+            "utf-8. Nothing was opened or made."
+        ) from error
+    return given
+
+
+def checked_places(given: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """checked_place() of each. Raises ConfigError for one path alone: its letters are no paths."""
+    if isinstance(given, str | bytes | os.PathLike):
+        raise ConfigError(f"devices must be a list of paths and URLs, not {given!r} alone")
+    return list(map(checked_place, given))
 
 
 def local_path(url: str) -> str | None:

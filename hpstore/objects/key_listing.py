@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from hpstore.devices.base import Device
-from hpstore.errors import DeviceTimeout, TooFewDevices
+from hpstore.errors import DeviceTimeout, InvalidKey, TooFewDevices
 from hpstore.format.keys import (
     OBJECTS,
     Kind,
@@ -49,6 +49,8 @@ class Catalog:
 def walk(store: PoolContext, prefix: str = "") -> Catalog:
     """List all keys that begin with `prefix`, with their files on every device."""
 
+    if not isinstance(prefix, str):
+        raise InvalidKey(f"a prefix of keys is a str, not {type(prefix).__name__}")
     parent = prefix.rpartition("/")[0]
     if parent:  # what is looked into, by name: ".." would lead out
         check_key(parent)

@@ -98,7 +98,8 @@ def _standing(layout: Layout, unknown: int) -> VersionStanding:
 
 def parse_token(text: str) -> ContentId:
     """Inverse of version_token(). Raises ConfigError."""
-    match = re.fullmatch(r"([0-9a-f]{16})-([0-9a-f]{16})", text)
+    known = isinstance(text, str)
+    match = re.fullmatch(r"([0-9a-f]{16})-([0-9a-f]{16})", text) if known else None
     if match is None:
         raise ConfigError(
             f"{text!r} is not a version of an object: two numbers of 16 hexadecimal digits with a "

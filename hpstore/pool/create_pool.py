@@ -24,12 +24,13 @@ from hpstore.errors import ConfigError, without_promise
 from hpstore.format.pool_key import new_pool_key
 from hpstore.format.records import check_domain
 from hpstore.format.scheme import PoolScheme, choose_scheme
-from hpstore.membership.device_places import require_mounted
+from hpstore.membership.device_places import checked_places, require_mounted
 from hpstore.membership.members import create_members
 from hpstore.membership.survival import domain_warning
 from hpstore.pool.pool import Pool
 from hpstore.pool.pool_names import add_to_table, require_free
 from hpstore.runtime.rights import group_number
+from hpstore.runtime.text_files import checked_path
 from hpstore.units import MIB
 
 _log = logging.getLogger(__name__)
@@ -78,9 +79,10 @@ def create_pool(
         Object stores that URLs name, as s3://NAME@bucket/prefix: tables of `endpoint`, `region`,
         `credentials` by name, or a TOML file with [stores.NAME]; pool.toml gets them.
     """
-    chosen, path = choose_scheme(data, parity, scheme), Path(config).absolute()
+    chosen = choose_scheme(data, parity, scheme)
+    path = Path(checked_path(config, "config")).absolute()
     _require_creatable(path, name, settings)
-    urls = [os.fspath(d) if "://" in os.fspath(d) else os.path.abspath(d) for d in devices]
+    urls = checked_places(devices)
     if not allow_root_disk:
         require_mounted(urls)
     made = PoolConfig(

@@ -17,7 +17,12 @@ from hpstore.maintenance.dependents import require_room_to_drain
 from hpstore.maintenance.rebuild import Progress, ProgressCallback
 from hpstore.maintenance.survey_condition import survey_condition
 from hpstore.membership import changes
-from hpstore.membership.device_places import filesystem_of, local_path, require_mounted
+from hpstore.membership.device_places import (
+    checked_place,
+    filesystem_of,
+    local_path,
+    require_mounted,
+)
 from hpstore.membership.host_names import members_named
 from hpstore.membership.open_members import belongs, trusted
 from hpstore.objects.context import PATIENCE
@@ -85,9 +90,10 @@ class PoolDevices:
             The place cannot be used, or not without `force` or `allow_root_disk`.
         """
         self._session.require_writable()
+        given = checked_place(url)
         if not allow_root_disk:
-            self._require_mounted(url)
-        given, url = url, same_form(url)
+            self._require_mounted(given)
+        url = same_form(given)
         path = local_path(url)
         new = path is not None and not os.path.lexists(path)
         with self._session.change():

@@ -9,6 +9,7 @@ from hpstore.devices.opener import same_form
 from hpstore.errors import HpstoreError, MembershipError, without_promise
 from hpstore.format.records import DeviceState, Member
 from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport
+from hpstore.membership.device_places import checked_place
 from hpstore.pool.pool import Pool
 
 _LOOK_SECONDS = 0.5  # between two looks at who has a disk open
@@ -43,6 +44,7 @@ def replace_device(
     DeviceError, LockTimeout: the message says that the new device stays a member, and whether the
     old one has left.
     """
+    new = checked_place(new)
     member = pool.admin.devices.find(old)
     place = same_form(new)
     there = _device_at(pool, new, member.device_id)

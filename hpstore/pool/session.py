@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -42,6 +41,7 @@ from hpstore.format.records import Member, PoolRecord
 from hpstore.health.monitor import Monitor
 from hpstore.maintenance.rebuild import pay_debts
 from hpstore.maintenance.repair_object import repair_object
+from hpstore.membership.device_places import checked_place
 from hpstore.membership.members import (
     check_memory,
     find_member,
@@ -360,7 +360,7 @@ class PoolSession(Closing):
 
     def member(self, device: str, *, returning: bool = False) -> Member:
         view = self.store.view
-        place = device if "://" in device else os.path.abspath(device)
+        place = checked_place(device)
         known = {m.device_id for m in (*view.record.members, *view.record.evicted)}
         by_id = len(device) >= 4 and any(name.startswith(device) for name in known)
         name = device if by_id else place

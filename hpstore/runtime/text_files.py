@@ -1,16 +1,53 @@
-"""Small text files that people and processes share: read within bounds, replaced as a whole."""
+"""Paths, and small text files that people and processes share: read within bounds, replaced as a
+whole.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import stat
+import sys
 from pathlib import Path
 
+from hpstore.errors import ConfigError
 from hpstore.runtime.rights import keep_rights
 from hpstore.units import MIB
 
 MOST_BYTES = 16 * MIB  # a pool.toml of 10,000 devices has one
+_PATH_BYTES, _NAME_BYTES = 4095, 255  # at most, of Linux
+
+
+def checked_path(path: str | os.PathLike[str], what: str, *, recorded: bool = False) -> str:
+    """The text of a path that a file can have here. Nothing is looked up.
+
+    `recorded`: it is written into files of hpstore, too, which are UTF-8. Raises ConfigError.
+    """
+    try:
+        text = os.fspath(path)
+    except TypeError as error:
+        raise ConfigError(f"{what} must be a path, not {path!r}") from error
+    if not isinstance(text, str):
+        raise ConfigError(f"{what} must be a path as text, not {text!r}: os.fsdecode() makes it")
+    try:
+        if recorded:
+            text.encode()
+        encoded = os.fsencode(text)
+    except UnicodeEncodeError as error:
+        names = sys.getfilesystemencoding()
+        hint = "Start Python with PYTHONUTF8=1, or in a UTF-8 locale" if names != "utf-8" else ""
+        raise ConfigError(
+            f"{what} {text!r} cannot be used: {text[error.start]!r} cannot be written as "
+            f"{error.encoding}. Nothing was opened or made. {hint or 'Choose another name'}."
+        ) from error
+    problem = ""
+    if not text or "\0" in text:
+        problem = "holds a NUL" if text else "is empty"
+    elif len(encoded) > _PATH_BYTES or max(map(len, encoded.split(b"/"))) > _NAME_BYTES:
+        problem = f"is longer than {_PATH_BYTES} bytes, or one of its names than {_NAME_BYTES}"
+    if problem:
+        raise ConfigError(f"{what} {text[:40]!r} cannot be used: it {problem}")
+    return text
 
 
 def read_text_file(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> str:
@@ -20,9 +57,10 @@ def read_text_file(path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -
     ValueError for one that is too long or is not UTF-8.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(f"{os.fspath(path)} is not a file")
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{os.fspath(path)} is not a file")
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
@@ -45,7 +83,8 @@ def write_atomically(
 
     The temporary name cannot be known beforehand: no link that lies there is followed.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(8)}")
+    # a part of its name: it may be as long as names can be
+    temporary = path.with_name(f".{path.name[:40]}.{os.getpid()}-{secrets.token_hex(8)}")
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with open(
@@ -64,7 +103,7 @@ def write_atomically(
         temporary.replace(path)
         if durable:
             _sync_directory(path.parent)
-    except OSError:
+    except BaseException:  # text that is not UTF-8, Ctrl-C
         temporary.unlink(missing_ok=True)
         raise
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import hpstore
 from hpstore.checkpoint import import_checkpoint
 from hpstore.checkpoint.convert.safetensors_files import read_safetensors
-from hpstore.errors import CheckpointError
+from hpstore.errors import CheckpointError, ConfigError
 from tests.integration.exported_runs import RUN, export, save
 
 
@@ -122,3 +122,20 @@ def test_what_a_format_cannot_hold_is_refused(pool: hpstore.Pool, tmp_path: Path
     with pytest.raises(CheckpointError, match="stripped"):
         export(pool, tmp_path / "out", strip="a")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800", "n" * 256, "", 7, b"a"], ids=repr)
+def test_a_path_that_no_file_can_have_is_refused(pool: hpstore.Pool, path: Any) -> None:
+    """They were errors of Python's own."""
+    save(pool, 1, {"model": {"w": torch.ones(3)}})
+    for call in (lambda: export(pool, path), lambda: import_checkpoint(pool, "new", 1, path)):
+        with pytest.raises(ConfigError, match=r"(target|source) .*(cannot be used|must be a path)"):
+            call()
+
+
+def test_a_name_as_long_as_names_can_be_is_written(pool: hpstore.Pool, tmp_path: Path) -> None:
+    """Its neighbour, into which it is written first, had a longer one."""
+    save(pool, 1, {"model": {"w": torch.ones(3)}})
+    for name in ("n" * 251 + ".pt", "d" * 255):
+        export(pool, tmp_path / name)
+        assert (tmp_path / name).exists()

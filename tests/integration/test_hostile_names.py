@@ -18,6 +18,7 @@ from hpstore.devices import confined_names
 from hpstore.devices.base import TMP, recycled_path
 from hpstore.devices.confined_names import open_beneath, parent_beneath
 from hpstore.devices.local import LocalDevice
+from hpstore.errors import HpstoreError, TooFewDevices
 from hpstore.pool.pool import Pool
 
 PRECIOUS = b"PRECIOUS" * 600_000  # as large as a column
@@ -204,3 +205,21 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_stands_in_the_place_of_a_directory_is_named(
+    pool: Pool, tmp_path: Path, outside: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was said to be a failed use of horizon.json, whose lock is held for the rename."""
+    for n in range(5):
+        place = tmp_path / f"d{n}" / "objects/taken"
+        place.symlink_to(outside) if kind == "link" else place.write_bytes(b"")
+    said = "objects/taken is " + ("a symbolic link" if kind == "link" else "no directory")
+    with pytest.raises(TooFewDevices, match=rf"rename to objects/taken/@.*{said}.*Move it off"):
+        pool.put("taken", os.urandom(1 << 20))
+    caplog.clear()
+    with pytest.raises(HpstoreError):
+        pool.put("taken/below", b"x")
+    assert len(caplog.records) < 30  # it is logged once for each device
+    assert not os.listdir(outside)

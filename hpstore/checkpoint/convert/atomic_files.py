@@ -58,7 +58,7 @@ def published(
     in `.old`.
     """
     check_target(target, directory=directory, force=force, ours=ours)
-    part = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
     try:
         if directory:
             part.mkdir()
@@ -84,7 +84,7 @@ def _rename(part: Path, target: Path) -> None:
         return
     if _exchanged(part, target):
         return  # what was there before has the other name, and goes
-    old = target.with_name(f".{target.name}.{secrets.token_hex(4)}.old")
+    old = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.old")
     target.rename(old)  # a kill between the two renames leaves both versions beside the name
     try:
         part.rename(target)

@@ -34,6 +34,7 @@ from hpstore.checkpoint.state.tree_paths import (
 )
 from hpstore.errors import CheckpointError, ConfigError
 from hpstore.pool.pool import Pool
+from hpstore.runtime.text_files import checked_path
 from hpstore.units import GIB, parse_bytes
 
 FORMATS = ("safetensors", "torch", "dcp")
@@ -152,7 +153,7 @@ def export_checkpoint(
     ConfigError, CheckpointError, IntegrityError, RedundancyError
         An argument is wrong; the step or the format lacks it; bytes cannot be read.
     """
-    began, path = time.perf_counter(), Path(target).absolute()
+    began, path = time.perf_counter(), Path(checked_path(target, "target")).absolute()
     kind = _format(format, path, target)
     require_layout(layout, kind)
     shard_bytes = parse_bytes(max_shard_bytes)

@@ -34,6 +34,7 @@ from hpstore.errors import (
 from hpstore.format.records import unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.pool.pool import Pool
+from hpstore.runtime.text_files import checked_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,8 @@ def import_checkpoint(
     VersionConflict
         The step exists.
     """
+    if not isinstance(source, str) or "://" not in source:
+        checked_path(source, "source")
     began, kind = time.perf_counter(), _kind(source, format, layout, allow_pickle)
     _require_free(pool, prefix, step, overwrite=overwrite, take_over=take_over)
     state = _nested(_read(source, kind, layout, allow_pickle), under, source)

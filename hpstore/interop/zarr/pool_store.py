@@ -71,7 +71,9 @@ class PoolStore(BlockingStore):
     def __init__(
         self, pool: Pool | str | os.PathLike[str], prefix: str = "", *, read_only: bool = False
     ) -> None:
-        self.prefix = check_key(prefix.strip("/")) if prefix.strip("/") else ""
+        self.prefix = prefix.strip("/") if isinstance(prefix, str) else check_key(prefix)
+        if self.prefix:
+            check_key(self.prefix)
         super().__init__(pool, self.prefix, read_only=read_only)
         self._views = PoolViews(self._pool)
         if not self.prefix and not self.read_only:

@@ -91,7 +91,10 @@ class Field:
     media_type: str = field(default="", kw_only=True)
 
     def __post_init__(self) -> None:
-        name = self.dtype if isinstance(self.dtype, str) else np.dtype(self.dtype).name
+        try:
+            name = self.dtype if isinstance(self.dtype, str) else np.dtype(self.dtype).name
+        except TypeError as error:
+            raise ConfigError(f"field dtype {self.dtype!r} is no type") from error
         if name not in ALL_DTYPES:
             near = difflib.get_close_matches(name, ALL_DTYPES, 1)
             choices = ", ".join(ALL_DTYPES)

@@ -92,12 +92,12 @@ def format_of(where: str, asked: str) -> SourceFormat:
     by_name = _by_ending(where.rstrip("/").lower())
     if by_name is not None:
         return by_name
-    path = Path(local_path(where))
-    if not path.is_dir():
-        if not path.exists() and not any(c in where for c in "*?[{"):
+    path = local_path(where)
+    if not os.path.isdir(path):
+        if not os.path.exists(path) and not any(c in where for c in "*?[{"):
             raise ConfigError(f"{where} does not exist")
         raise ConfigError(f"the format of {where} is not clear. {_KNOWN}")
-    return _of_folder(path)
+    return _of_folder(Path(path))
 
 
 def _by_ending(name: str) -> SourceFormat | None:
