@@ -76,7 +76,10 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 def require_place(path: Path) -> None:
     """Raises ConfigError where no file can be made: look before work that takes long."""
-    target = path.resolve()
+    try:
+        target = path.resolve()
+    except RuntimeError as error:  # as pathlib has it
+        raise ConfigError(f"{path} cannot be written: it is a loop of symbolic links") from error
     if target.is_dir() or not path.name:
         raise ConfigError(f"{str(path)!r} is a directory; give a file to write")
     if not target.parent.is_dir():

@@ -49,7 +49,14 @@ def _general_name(text: str) -> Any:  # Any: cryptography is not installed every
     try:
         return x509.IPAddress(ipaddress.ip_address(text))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"{text!r} cannot be the name of a host in a certificate: such names are ASCII. "
+            'Nothing was made; give its IDNA form ("xn--..."), or its address'
+        ) from error
 
 
 def _make(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import io
 import random
 import sys
@@ -399,3 +400,28 @@ def test_a_module_without_parameters_is_saved(pool: hpstore.Pool) -> None:
     into = {"loss": torch.nn.CrossEntropyLoss(), "model": torch.nn.Linear(1, 1)}
     restored(pool, state, into)
     assert torch.equal(into["model"].weight, state["model"].weight)  # type: ignore[arg-type]
+
+
+def test_a_zone_keeps_its_name_and_an_array_that_cannot_be_written_is_saved(
+    pool: hpstore.Pool,
+) -> None:
+    """The name was lost without a word; torch warned of each such array, as those of jax are."""
+    zone = datetime.timezone(datetime.timedelta(hours=5), "PKT")
+    plain = datetime.timezone(datetime.timedelta(hours=5))
+    fixed = np.arange(4.0)
+    fixed.setflags(write=False)
+    state = {"at": datetime.datetime(2026, 1, 1, tzinfo=zone), "zones": [zone, plain], "a": fixed}
+    found = restored(pool, state, {"at": None, "zones": None, "a": None})
+    assert [z.tzname(None) for z in found["zones"]] == ["PKT", "UTC+05:00"]
+    assert (found["at"], found["at"].tzname()) == (state["at"], "PKT")
+    assert found["a"].tolist() == fixed.tolist()
+
+
+def test_what_is_refused_is_called_what_it_is(pool: hpstore.Pool) -> None:
+    """An array of objects was said to be no numpy array, and a class to have no state."""
+    refused = {"array of objects": np.array([1, "a"], object), "class torch": torch.nn.ReLU}
+    with Checkpointer(pool, "run") as ckpt:
+        for said, value in refused.items():
+            with pytest.raises(CheckpointError, match=said) as error:
+                ckpt.save(1, {"x": value})
+            assert "state_dict() has returned" not in str(error.value)

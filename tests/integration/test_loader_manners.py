@@ -260,3 +260,29 @@ def test_an_epoch_that_is_asked_for_in_the_midst_of_another_is_the_next(
 def test_a_mixture_of_something_else_is_refused_by_name(data: Dataset) -> None:
     with pytest.raises(ConfigError, match="this is a list"):
         Mixture([data, [1, 2]], [1.0, 1.0])
+
+
+def test_a_loop_within_a_loop_has_whole_epochs(data: Dataset) -> None:
+    """The outer loop went on after the inner one had ended: the next inner one began where the
+    outer one stood, and lacked what is before."""
+    for dataset in (data, Foreign()):
+        loader = DataLoader(dataset, batch_size=max(1, len(dataset) // 3))
+        inner = [len(list(loader)) for _ in loader]
+        assert set(inner) == {len(loader)}
+        loader.close()
+
+
+def test_an_index_that_is_no_whole_number_names_no_sample(data: Dataset) -> None:
+    """1.5 was sample 1, and of [3, 4] the second was left out."""
+    bad: Any
+    for bad in (1.5, "1", None, [3, 4], slice(0, 3), np.array([1, 2])):
+        with pytest.raises(ConfigError, match="whole number"):
+            data[bad]
+    for bad in ([1.5], ["1"], [True, False]):
+        with pytest.raises(ConfigError, match="whole numbers"):
+            data.__getitems__(bad)
+    for number in (10**20, -(10**20), COUNT, -COUNT - 1):
+        with pytest.raises(IndexError):
+            data[number]
+    good: tuple[Any, ...] = (torch.tensor(3), np.int8(3), -1)
+    assert [data[index]["i"] for index in good] == [3, 3, 99]

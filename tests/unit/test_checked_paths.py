@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 import hpstore
+from hpstore.cli.output import require_place
 from hpstore.config import Settings, save_config
 from hpstore.errors import ConfigError, HpstoreError, InvalidKey
+from hpstore.hosts.certificates import make_host
+from hpstore.loaders.ingestion.source_paths import local_path
 from hpstore.pool.pool import Pool
 from hpstore.runtime.text_files import checked_path, write_atomically
 
@@ -150,3 +153,25 @@ def test_an_ascii_locale_is_named_with_its_cure(home: Path, call: str) -> None:
     assert "cannot be written as ascii" in said.stdout, said.stderr
     assert "PYTHONUTF8=1" in said.stdout
     assert os.listdir(home) in ([], [".config"])
+
+
+def test_get_into_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    """It was a RuntimeError of pathlib."""
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ConfigError, match="loop of symbolic links"):
+        require_place(loop)
+
+
+def test_a_host_has_a_name_that_certificates_can_hold(tmp_path: Path) -> None:
+    """It was a ValueError of the package."""
+    pytest.importorskip("cryptography")
+    with pytest.raises(ConfigError, match="such names are ASCII"):
+        make_host(tmp_path, "h\u00f6st", [], 1)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("path", ["a\0b", "n" * 256, "a\ud800b"], ids=repr)
+def test_a_source_that_no_file_can_have_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="source"):
+        local_path(path)

@@ -101,7 +101,7 @@ def import_checkpoint(
         The step exists.
     """
     if not isinstance(source, str) or "://" not in source:
-        checked_path(source, "source")
+        checked_path(source, "source", recorded=True)
     began, kind = time.perf_counter(), _kind(source, format, layout, allow_pickle)
     _require_free(pool, prefix, step, overwrite=overwrite, take_over=take_over)
     state = _nested(_read(source, kind, layout, allow_pickle), under, source)

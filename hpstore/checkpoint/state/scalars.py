@@ -76,8 +76,10 @@ def _encode_time(value: Any, path: str) -> dict[str, Any] | None:
     if kind is datetime.date:
         return {TAG: "date", "v": value.isoformat()}
     if kind is datetime.timezone:
-        offset = value.utcoffset(None)
-        return {TAG: "timezone", "v": [offset.days, offset.seconds, offset.microseconds]}
+        offset, name = value.utcoffset(None), value.tzname(None)
+        parts = [offset.days, offset.seconds, offset.microseconds]
+        named = name != datetime.timezone(offset).tzname(None)
+        return {TAG: "timezone", "v": [*parts, name] if named else parts}
     if kind is zoneinfo.ZoneInfo and value.key:
         return {TAG: "zone", "v": value.key}
     if kind not in (datetime.datetime, datetime.time):
@@ -262,6 +264,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "uuid": uuid.UUID,
     "timedelta": _timedelta,
     "date": datetime.date.fromisoformat,
-    "timezone": lambda parts: datetime.timezone(_timedelta(parts)),
+    "timezone": lambda parts: datetime.timezone(_timedelta(parts[:3]), *map(str, parts[3:4])),
     "zone": zoneinfo.ZoneInfo,
 }

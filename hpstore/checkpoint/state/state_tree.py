@@ -304,6 +304,8 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors)
         raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
+    if not value.flags.writeable:  # torch would warn of it: a view of a tensor could be written
+        value = value.copy()
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
     except TypeError as error:
@@ -335,8 +337,13 @@ def _encode_mapping(
 def _refused(value: Tree, path: str, found: CollectedTensors) -> Json:
     if found.allow_pickle:
         return {TAG: "pickle", "v": base64.b64encode(pickled.dumps(value, path)).decode()}
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    if hasattr(value, "state_dict"):
+    if isinstance(value, np.ndarray):
+        raise CheckpointError(
+            f"state {path!r} is a numpy array of objects: save it as a list. Nothing was written."
+        )
+    named = value if isinstance(value, type) else type(value)
+    kind = f"{'class ' if named is value else ''}{named.__module__}.{named.__qualname__}"
+    if hasattr(value, "state_dict") and named is not value:
         raise CheckpointError(
             f"state {path!r} is a {kind}, which is asked for no state there: it is inside what a "
             "state_dict() has returned, or has no load_state_dict(). Put its state_dict() in its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,16 +107,30 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         """One sample: tensors (scalars 0-d or of their shape), bytes, str, what JSON holds, None.
-        Raises IndexError.
+        Raises IndexError, ConfigError for what is no whole number.
         """
-        return self.__getitems__([index])[0]
+        try:
+            number = operator.index(index)
+        except TypeError as error:
+            raise ConfigError(
+                f"the index of a sample is a whole number, not {repr(index)[:60]}; several "
+                "samples: __getitems__([0, 1]), or torch.utils.data.Subset"
+            ) from error
+        return self.__getitems__([number])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Samples in the order of `indices`; tensors are views of one buffer of this call.
 
-        A negative index counts from the end. Raises IndexError, IntegrityError naming the sample.
+        A negative index counts from the end. Raises IndexError, IntegrityError naming the sample,
+        ConfigError for what are no whole numbers.
         """
-        rows = np.array(indices, np.int64).reshape(-1)
+        given = np.asarray(indices).reshape(-1)
+        if len(given) and given.dtype.kind not in "iuO":
+            raise ConfigError(f"indices of samples are whole numbers, not {given.dtype}")
+        try:
+            rows = np.array(indices, np.int64).reshape(-1)
+        except OverflowError as error:
+            raise IndexError(f"a sample of {repr(indices)[:60]}, of {len(self)}") from error
         rows = np.where((rows < 0) & (rows >= -len(self)), rows + len(self), rows)
         self._check_range(rows)
         columns: dict[str, Sequence[Value]] = {}

@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.ingestion.remote_files import RemoteFile, remote_files
+from hpstore.runtime.text_files import checked_path
 
 SourceFile = Path | RemoteFile
 """A file of a source: what both have is name, stem, suffix, stat() and open("rb")."""
@@ -31,7 +32,7 @@ def local_path(where: str | os.PathLike[str]) -> str:
             "give its records from Python, as a data set or an iterable of samples. Nothing was "
             "written"
         )
-    return text
+    return checked_path(text, "source")
 
 
 def is_remote(where: str | os.PathLike[str]) -> bool:

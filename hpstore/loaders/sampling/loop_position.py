@@ -50,8 +50,8 @@ class LoaderPosition:
         if len(self._handed) > HANDED_KEPT and self._consumed is None:
             self._before = self._handed.popleft()
         self.epoch, self.position = after
+        self._begun = bool(self.position)  # at 0 the next loop is over this very epoch
         if not self.position:
-            self._begun = False  # the next loop is over this very epoch
             self._at_end = True
 
     def ended(self, epoch: int) -> None:
