@@ -13,7 +13,9 @@ import sys
 import pytest
 
 BUSY = """
-import sys, threading, time, torch
+import atexit, time
+atexit.register(time.sleep, 0.2)  # called last: threads go on meanwhile
+import sys, threading, torch
 torch.set_num_threads(1)
 inside, square = threading.Event(), torch.ones(64, 64)
 def busy(*_):
@@ -36,16 +38,16 @@ FETCHES = """
 from hpstore.loaders import DataLoader
 from hpstore.trainers.pipelining.micro_batch_feed import Feed
 class Samples(torch.utils.data.Dataset):
-    def __len__(self): return 4
+    def __len__(self): return 2
     def __getitem__(self, index): return torch.tensor(busy() or index)
-feed = Feed(DataLoader(Samples(), batch_size=2), ahead=1)
+feed = Feed(DataLoader(Samples(), batch_size=1), ahead=1)
 feed.start()
 """
 REQUESTS = """
 import numpy as np
 from hpstore.loaders.policy.directories import RULES, Directories
-blocks = 400_000
-made = Directories(RULES, blocks, blocks // 4, seen=np.zeros(blocks, np.uint8))
+blocks = 6_000_000  # its memory is the kernel's again once it is freed
+made = Directories(RULES[:1], blocks, blocks // 4, seen=np.zeros(blocks, np.uint8))
 def ask():
     inside.set()
     while True: made.request(np.arange(0, blocks, 3))
