@@ -107,8 +107,8 @@ def init(
     hpstore host init tls --host b=10.0.0.2 --host c=10.0.0.3 --caller trainer:keeper
     """
     try:
+        from hpstore.hosts.caller_roles import CallerRole
         from hpstore.hosts.certificates import make_caller, make_host
-        from hpstore.hosts.device_calls import CallerRole
 
         made = [
             make_host(directory, name, [a for a in addresses.split(",") if a], days)

@@ -159,6 +159,7 @@ class Hold(Protocol):
     """A range of a device's registers that `hold` was asked for. One thread at a time."""
 
     content: bytes  # of the range, when it was taken
+    record: Stamp | None  # as Device.stamp of the record of membership, looked at after the lock
 
     @property
     def taken(self) -> bool:
@@ -169,6 +170,9 @@ class Hold(Protocol):
 
     def release(self) -> None:
         """Let others have it. Idempotent."""
+
+    def finish(self, offset: int, data: bytes) -> None:
+        """write(), then release(), also where that has failed."""
 
     def forget(self) -> None:
         """In the child of a fork: drop the copy; the lock stays the parent's."""

@@ -124,6 +124,15 @@ def parent_beneath(root: int, path: str) -> Iterator[tuple[int, str]]:
         os.close(fd)
 
 
+def stamp_beneath(root: int, path: str) -> tuple[int, int, int] | None:
+    """Inode, time in ns and size of a file or link; None where there is none. Raises OSError."""
+    try:
+        status = os.stat(path, dir_fd=root, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
 def is_foreign(error: OSError) -> bool:
     """Whether open_beneath refused something that is not ours: a link, a pipe, a device node."""
     return error.errno in (errno.ELOOP, errno.ENXIO)

@@ -13,9 +13,11 @@ import os
 import struct
 from collections.abc import Callable
 
-from hpstore.devices.base import REGISTERS, REGISTERS_BYTES, raise_device_error
+from hpstore.devices.base import REGISTERS, REGISTERS_BYTES, Stamp, raise_device_error
+from hpstore.devices.confined_names import stamp_beneath
 from hpstore.devices.file_handles import allocate, temporary_path
 from hpstore.errors import DeviceError
+from hpstore.format.records import POOL_FILE
 
 _FLOCK = struct.Struct("hhqqi0q")  # type, whence, start, length, process (0 for these locks)
 _TRIES = 16
@@ -25,9 +27,11 @@ _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 class LocalHold:
     """A range of the registers, or, not `taken`, what it held when another one had it."""
 
-    def __init__(self, url: str, fd: int, offset: int, nbytes: int, content: bytes) -> None:
+    def __init__(
+        self, url: str, fd: int, offset: int, nbytes: int, content: bytes, record: Stamp | None
+    ) -> None:
         self._url, self._file, self._offset, self._bytes = url, fd, offset, nbytes
-        self.content = content
+        self.content, self.record = content, record
 
     @property
     def taken(self) -> bool:
@@ -41,6 +45,12 @@ class LocalHold:
             os.fdatasync(self._file)
         except OSError as error:
             raise_device_error(error, self._url, "write of registers")
+
+    def finish(self, offset: int, data: bytes) -> None:
+        try:
+            self.write(offset, data)
+        finally:
+            self.release()
 
     def release(self) -> None:
         fd, self._file = self._file, -1
@@ -69,11 +79,12 @@ def hold_range(root: int, url: str, offset: int, nbytes: int, file_mode: int) ->
             elif not _current(fd, root):
                 os.close(fd)  # it was removed meanwhile: another may be made and held
                 continue
+            record = stamp_beneath(root, POOL_FILE)
         except BaseException:
             if fd >= 0:
                 os.close(fd)
             raise
-        return LocalHold(url, fd, offset, nbytes, content.ljust(nbytes, b"\0"))
+        return LocalHold(url, fd, offset, nbytes, content.ljust(nbytes, b"\0"), record)
     raise DeviceError(f"{REGISTERS} on device {url} is removed again and again", device=url)
 
 

@@ -31,6 +31,7 @@ from hpstore.format.host_calls import (
     MOST_LISTED,
     PROTOCOL,
     Json,
+    decode_held,
     decode_listings,
     decode_opened,
     encode_json,
@@ -38,6 +39,7 @@ from hpstore.format.host_calls import (
 )
 from hpstore.format.pool_key import PoolKey
 from hpstore.format.records import MAX_RECORD_BYTES
+from hpstore.runtime.split_calls import Sent
 from hpstore.units import KIB
 
 AHEAD_BYTES = 80 * KIB  # of small files: those that column_reader.py reads whole
@@ -129,15 +131,26 @@ class HostDevice:
         """As HostDisk has it."""
         return self._links.call(operation, args, bodies=[body], again=True)
 
+    def begin_ask(self, operation: str, args: Json, body: bytes) -> Sent[bytes] | None:
+        """As HostDisk has it."""
+        return self._links.begin(operation, args, bodies=[body], again=True)
+
     def error_of(self, name: str, text: str) -> Exception:
         """As HostDisk has it."""
-        return self._links.error_of(name, text)
+        return self._links.errors.error_of(name, text)
 
     def new_file(self, buffers: Sequence[Bytes], *, vital: bool, sync: bool) -> HostWriter:
         """As HostDisk has it."""
-        bodies = [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers]
-        handle, found = self._made("new_file", {"vital": vital, "sync": sync}, bodies)
-        return self._writer(handle, found)
+        made = self._made("new_file", {"vital": vital, "sync": sync}, _views(buffers))
+        return self._writer(*made)
+
+    def begin_file(
+        self, buffers: Sequence[Bytes], *, vital: bool, sync: bool
+    ) -> Sent[HostWriter] | None:
+        """As HostDisk has it."""
+        args: Json = {"vital": vital, "sync": sync}
+        sent = self._begin_made("new_file", args, _views(buffers))
+        return None if sent is None else sent.then(lambda made: self._writer(*made))
 
     def prepare(self) -> None:
         """Make the directories of a device root there."""
@@ -169,12 +182,47 @@ class HostDevice:
             self._links.give_up(handle)
             raise
 
+    def _begin_made(
+        self, operation: str, args: Json, bodies: Sequence[memoryview] = ()
+    ) -> Sent[tuple[str, bytes]] | None:
+        """As _made, of a call that is begun."""
+        if not self._links.keeps_session():
+            return None
+        handle = secrets.token_hex(HANDLE_BYTES)
+        sent = self._links.begin(operation, {"handle": handle, **args}, bodies=bodies)
+        if sent is None:
+            return None
+
+        def finish() -> tuple[str, bytes]:
+            try:
+                return handle, sent.finish()
+            except BaseException:
+                self._links.give_up(handle)
+                raise
+
+        def drop() -> None:
+            self._links.give_up(handle)
+            sent.drop()
+
+        return Sent(sent.fileno, sent.arrived, finish, drop)
+
     def open(self, path: str) -> HostReader:
-        return HostReader(self, self._links, path)
+        return HostReader(self, self._links, path, self.open_handle(path))
+
+    def begin_open(self, path: str) -> Sent[HostReader] | None:
+        """As HostDisk has it."""
+        sent = self._begin_made("open", {"path": path, "ahead": AHEAD_BYTES})
+
+        def opened(made: tuple[str, bytes]) -> HostReader:
+            return HostReader(self, self._links, path, self._opened(*made))
+
+        return None if sent is None else sent.then(opened)
 
     def open_handle(self, path: str) -> tuple[str, Stamp, bytes]:
         """A handle and the stamp of a file that is open there from now on, and its first bytes."""
-        handle, found = self._made("open", {"path": path, "ahead": AHEAD_BYTES})
+        return self._opened(*self._made("open", {"path": path, "ahead": AHEAD_BYTES}))
+
+    def _opened(self, handle: str, found: bytes) -> tuple[str, Stamp, bytes]:
         try:
             return handle, *decode_opened(found)
         except IntegrityError as error:
@@ -254,10 +302,16 @@ class HostDevice:
     def checked_horizon(self, guard: NameGuard) -> bytes:
         """The sector of the horizon by which a guard allows a name. Raises what it raises."""
         try:
-            guard.check_sector(self._sectors.get(HORIZON, b""), self.url)
+            return self.known_horizon(guard)
         except HpstoreError:  # what was seen last may be old
             guard.check_sector(self._sector(HORIZON), self.url)
         return self._sectors.get(HORIZON, b"")
+
+    def known_horizon(self, guard: NameGuard) -> bytes:
+        """The same, of what was seen last."""
+        sector = self._sectors.get(HORIZON, b"")
+        guard.check_sector(sector, self.url)
+        return sector
 
     def note_horizon(self, sector: bytes) -> None:
         """What it is now."""
@@ -272,6 +326,11 @@ class HostDevice:
 
     def retire(self, path: str) -> None:
         self._links.call("retire", {"path": path})
+
+    def begin_retire(self, path: str) -> Sent[None] | None:
+        """As HostDisk has it."""
+        sent = self._links.begin("retire", {"path": path})
+        return None if sent is None else sent.then(_nothing)
 
     def quarantine(self, path: str) -> None:
         self._links.call("quarantine", {"path": path})
@@ -297,8 +356,20 @@ class HostDevice:
         return Usage.of_numbers(self._numbers(self._links.json("usage", again=True), 6))
 
     def hold(self, offset: int, nbytes: int) -> HostHold:
-        handle, found = self._made("hold", {"offset": offset, "nbytes": nbytes})
-        return HostHold(self._links, handle if found[:1] == b"+" else "", found[1:])
+        return self._held(*self._made("hold", {"offset": offset, "nbytes": nbytes}))
+
+    def begin_hold(self, offset: int, nbytes: int) -> Sent[HostHold] | None:
+        """As HostDisk has it."""
+        sent = self._begin_made("hold", {"offset": offset, "nbytes": nbytes})
+        return None if sent is None else sent.then(lambda made: self._held(*made))
+
+    def _held(self, handle: str, found: bytes) -> HostHold:
+        try:
+            taken, record, content = decode_held(found)
+        except IntegrityError as error:
+            self._links.give_up(handle)
+            raise DeviceError(f"device {self.url}: {error}", device=self.url) from error
+        return HostHold(self._links, handle if taken else "", content, record)
 
     def probe(self, *, write: bool) -> None:
         found = self._links.json("probe", {"write": write}, again=True)
@@ -307,3 +378,11 @@ class HostDevice:
     def close(self) -> None:
         self._links.close()
         self.bodies.close()
+
+
+def _views(buffers: Sequence[Bytes]) -> list[memoryview]:
+    return [np.ascontiguousarray(buffer).data.cast("B") for buffer in buffers]
+
+
+def _nothing(_: bytes) -> None:
+    """An answer that says only that a call was carried out."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from hpstore.codec.galois import Bytes
-from hpstore.devices.base import Device, WriteHandle
-from hpstore.devices.wrappers import DeviceWrapper, WrappedWriter
+from hpstore.devices.base import Device, Hold, ReadHandle, WriteHandle
+from hpstore.devices.horizon_guard import HorizonGuard
+from hpstore.devices.wrappers import DeviceWrapper, WrappedHold, WrappedReader, WrappedWriter
 from hpstore.errors import DeviceError, IntegrityError
 from hpstore.format.disk_looks import DiskLook, decode_looks, encode_wanted
 from hpstore.format.host_calls import MOST_LISTED, MOST_NEW_FILE_BYTES
+from hpstore.runtime.split_calls import Sent
 
 Wanted = Sequence[tuple["HostDisk", Sequence[str]]]  # disks, and directories on each
 
@@ -33,8 +36,25 @@ class HostDisk(Protocol):
     def ask(self, operation: str, args: dict[str, object], body: bytes) -> bytes:
         """Make a call that is the same when it is made twice."""
 
+    def begin_ask(self, operation: str, args: dict[str, object], body: bytes) -> Sent[bytes] | None:
+        """The same in two halves, as SplitCall has it."""
+
     def new_file(self, buffers: Sequence[Bytes], *, vital: bool, sync: bool) -> WriteHandle:
         """A file of these bytes, with `sync` durable, by one request."""
+
+    def begin_file(
+        self, buffers: Sequence[Bytes], *, vital: bool, sync: bool
+    ) -> Sent[WriteHandle] | None:
+        """The same in two halves."""
+
+    def begin_open(self, path: str) -> Sent[ReadHandle] | None:
+        """Device.open in two halves."""
+
+    def begin_retire(self, path: str) -> Sent[None] | None:
+        """Device.retire in two halves."""
+
+    def begin_hold(self, offset: int, nbytes: int) -> Sent[Hold] | None:
+        """Device.hold in two halves."""
 
     def error_of(self, name: str, text: str) -> Exception:
         """What the service says of a call on this disk, as what it raises."""
@@ -46,6 +66,28 @@ class ReadAhead(Protocol):
 
     def holds(self, offset: int, nbytes: int) -> bool:
         """Whether a read of these bytes asks the device nothing."""
+
+
+@runtime_checkable
+class SplitWriter(Protocol):
+    """A new file whose name can be given in two halves."""
+
+    def begin_publish(self, path: str, guard: HorizonGuard | None = None) -> Sent[None] | None:
+        """WriteHandle.publish; the name is durable when it has ended."""
+
+
+@runtime_checkable
+class SplitHold(Protocol):
+    """A range of registers that can be written and released in two halves."""
+
+    def begin_finish(self, offset: int, data: bytes) -> Sent[None] | None:
+        """Hold.finish; one that fails has to be released."""
+
+
+def holds_ahead(handle: ReadHandle, nbytes: int) -> bool:
+    """Whether the first bytes of an open file came with the answer that it is open, so many."""
+    inner = handle.inner if isinstance(handle, WrappedReader) else handle
+    return isinstance(inner, ReadAhead) and inner.holds(0, nbytes)
 
 
 def host_disk(device: Device) -> HostDisk | None:
@@ -61,20 +103,36 @@ def look_at_disks(wanted: Wanted, *, usage: bool) -> list[DiskLook | Exception]:
     The answer is in the order of `wanted`. A disk that hangs is `late` there and holds no other.
     Raises as calls do where the host does not answer.
     """
-    disks = [disk for disk, _ in wanted]
     share = max(1, MOST_LISTED // len(wanted))
     rounds = max(1, *(-(-len(paths) // share) for _, paths in wanted))
     found: list[DiskLook | Exception] = []
     for turn in range(rounds):
-        rows = [(disk.number, paths[turn * share : (turn + 1) * share]) for disk, paths in wanted]
-        answer = disks[0].ask("look", {"usage": usage and not turn}, encode_wanted(rows))
-        try:
-            looks = decode_looks(answer, [len(paths) for _, paths in rows])
-        except IntegrityError as error:
-            raise DeviceError(f"device {disks[0].url}: {error}", device=disks[0].url) from error
-        parts = [_said(disk, look) for disk, look in zip(disks, looks, strict=True)]
-        found = parts if not turn else [_joined(a, b) for a, b in zip(found, parts, strict=True)]
+        part = [(disk, paths[turn * share : (turn + 1) * share]) for disk, paths in wanted]
+        answer = part[0][0].ask("look", {"usage": usage and not turn}, _rows(part))
+        looks = _looks(part, answer)
+        found = looks if not turn else [_joined(a, b) for a, b in zip(found, looks, strict=True)]
     return found
+
+
+def begin_look(wanted: Wanted, *, usage: bool) -> Sent[list[DiskLook | Exception]] | None:
+    """The same in two halves, where it is one request."""
+    if sum(len(paths) for _, paths in wanted) > MOST_LISTED:
+        return None
+    sent = wanted[0][0].begin_ask("look", {"usage": usage}, _rows(wanted))
+    return None if sent is None else sent.then(partial(_looks, wanted))
+
+
+def _rows(wanted: Wanted) -> bytes:
+    return encode_wanted([(disk.number, paths) for disk, paths in wanted])
+
+
+def _looks(wanted: Wanted, answer: bytes) -> list[DiskLook | Exception]:
+    url = wanted[0][0].url
+    try:
+        looks = decode_looks(answer, [len(paths) for _, paths in wanted])
+    except IntegrityError as error:
+        raise DeviceError(f"device {url}: {error}", device=url) from error
+    return [_said(disk, look) for (disk, _), look in zip(wanted, looks, strict=True)]
 
 
 def _said(disk: HostDisk, look: DiskLook) -> DiskLook | Exception:
@@ -121,3 +179,67 @@ def make_file(
         "write", size_bytes, lambda: disk.new_file(buffers, vital=vital, sync=sync)
     )
     return WrappedWriter(device, made)
+
+
+def begin_file(
+    device: Device, size_bytes: int, buffers: Sequence[Bytes], *, vital: bool, sync: bool
+) -> Sent[WriteHandle] | None:
+    """make_file in two halves; None where it is more than one request."""
+    disk = host_disk(device)
+    if disk is None or size_bytes > MOST_NEW_FILE_BYTES or sum(map(len, buffers)) != size_bytes:
+        return None
+    begin = partial(disk.begin_file, buffers, vital=vital, sync=sync)
+    if not isinstance(device, DeviceWrapper):
+        return begin()
+    sent = device.around_sent("write", size_bytes, begin)
+    return None if sent is None else sent.then(partial(WrappedWriter, device))
+
+
+def begin_open(device: Device, path: str) -> Sent[ReadHandle] | None:
+    """Device.open in two halves; None where it has none."""
+    disk = host_disk(device)
+    if disk is None:
+        return None
+    if not isinstance(device, DeviceWrapper):
+        return disk.begin_open(path)
+    sent = device.around_sent("open", 0, partial(disk.begin_open, path))
+    return None if sent is None else sent.then(device.wrapped)
+
+
+def begin_publish(
+    device: Device, handle: WriteHandle, path: str, guard: HorizonGuard
+) -> Sent[None] | None:
+    """WriteHandle.publish of a file of this device in two halves; None where it has none."""
+    if not isinstance(handle, WrappedWriter):
+        return handle.begin_publish(path, guard) if isinstance(handle, SplitWriter) else None
+    inner = handle.inner
+    if not isinstance(inner, SplitWriter) or not isinstance(device, DeviceWrapper):
+        return None
+    return device.around_sent("publish", 0, partial(inner.begin_publish, path, guard))
+
+
+def begin_retire(device: Device, path: str) -> Sent[None] | None:
+    """Device.retire in two halves; None where it has none."""
+    disk = host_disk(device)
+    if disk is None or not isinstance(device, DeviceWrapper):
+        return None if disk is None else disk.begin_retire(path)
+    return device.around_sent("retire", 0, partial(disk.begin_retire, path))
+
+
+def begin_hold(device: Device, offset: int, nbytes: int) -> Sent[Hold] | None:
+    """Device.hold in two halves; None where it has none."""
+    disk = host_disk(device)
+    if disk is None or not isinstance(device, DeviceWrapper):
+        return None if disk is None else disk.begin_hold(offset, nbytes)
+    sent = device.around_sent("lock", 0, partial(disk.begin_hold, offset, nbytes))
+    return None if sent is None else sent.then(partial(WrappedHold, device))
+
+
+def begin_finish(device: Device | None, hold: Hold, offset: int, data: bytes) -> Sent[None] | None:
+    """Hold.finish on this device in two halves; None where it has none."""
+    if not isinstance(hold, WrappedHold):
+        return hold.begin_finish(offset, data) if isinstance(hold, SplitHold) else None
+    inner = hold.inner
+    if not isinstance(inner, SplitHold) or not isinstance(device, DeviceWrapper):
+        return None
+    return device.around_sent("register", len(data), partial(inner.begin_finish, offset, data))

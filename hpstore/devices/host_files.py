@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -12,9 +11,11 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Stamp
 from hpstore.devices.horizon_guard import NameGuard
-from hpstore.devices.host_links import HandleGone, HostLinks
+from hpstore.devices.host_links import HostLinks
+from hpstore.devices.link_errors import HandleGone
 from hpstore.errors import DeviceError, HpstoreError, LockTimeout, ReadAbandoned
 from hpstore.format.host_calls import MOST_BODY_BYTES
+from hpstore.runtime.split_calls import Sent, Unfinished
 
 _COMMIT_TRIES = 16  # while sweeps raise the horizon
 
@@ -30,6 +31,9 @@ class HostRoot(Protocol):
 
     def checked_horizon(self, guard: NameGuard) -> bytes:
         """The sector by which a guard allows a name."""
+
+    def known_horizon(self, guard: NameGuard) -> bytes:
+        """The same of what was seen last. Raises what the guard raises."""
 
     def note_horizon(self, sector: bytes) -> None:
         """What it is now."""
@@ -47,11 +51,13 @@ class HostReader:
 
     descriptor = -1
 
-    def __init__(self, device: HostRoot, links: HostLinks, path: str) -> None:
+    def __init__(
+        self, device: HostRoot, links: HostLinks, path: str, opened: tuple[str, Stamp, bytes]
+    ) -> None:
+        """`opened`: as HostRoot.open_handle has it."""
         self._device, self._links, self._path = device, links, path
-        self._handle = ""  # set next; __del__ looks at it
         self._closed = False
-        self._handle, self._stamp, self._first = device.open_handle(path)
+        self._handle, self._stamp, self._first = opened
         self.size_bytes = self._stamp[2]
         self._lock = threading.Lock()  # guards _handle while it is replaced
 
@@ -114,8 +120,7 @@ class HostReader:
 
     def __del__(self) -> None:
         """Who forgets to close a reader holds no lock there for good."""
-        if self._handle:
-            self.close()
+        self.close()
 
 
 class HostWriter:
@@ -151,6 +156,23 @@ class HostWriter:
             f"the horizon of device {self._device.url} is raised all the time; {path} has no name"
         )
 
+    def begin_publish(self, path: str, guard: NameGuard | None = None) -> Sent[None] | None:
+        """As SplitWriter has it."""
+        try:
+            sector = b"" if guard is None else self._device.known_horizon(guard)
+        except HpstoreError:  # what was seen last may be old: publish() looks
+            return None
+        record = None if guard is None else guard.record
+        args: dict[str, object] = {"handle": self._handle, "path": path, "record": record}
+        sent = self._links.begin("commit", {**args, "guarded": guard is not None}, bodies=[sector])
+        return None if sent is None else sent.then(self._begun_publish)
+
+    def _begun_publish(self, moved: bytes) -> None:
+        if moved:
+            self._device.note_horizon(moved[1:])
+            raise Unfinished
+        self._handle = ""
+
     def abort(self) -> None:
         handle, self._handle = self._handle, ""
         if handle:
@@ -164,22 +186,46 @@ class HostHold:
     """A range of registers there, held by the session of this process: when the service is
     restarted, or has lost this process, a write is refused."""
 
-    def __init__(self, links: HostLinks, handle: str, content: bytes) -> None:
-        self._links, self._handle, self.content = links, handle, content
+    def __init__(self, links: HostLinks, handle: str, content: bytes, record: Stamp | None) -> None:
+        self._links, self._handle = links, handle
+        self.content, self.record = content, record
 
     @property
     def taken(self) -> bool:
         return bool(self._handle)
 
     def write(self, offset: int, data: bytes) -> None:
-        args: dict[str, object] = {"handle": self._handle, "offset": offset}
+        self._write(offset, data, last=False)
+
+    def _write(self, offset: int, data: bytes, *, last: bool) -> None:
+        args: dict[str, object] = {"handle": self._handle, "offset": offset, "last": last}
         self._links.call("write_hold", args, bodies=[data])
+
+    def begin_finish(self, offset: int, data: bytes) -> Sent[None] | None:
+        """As SplitHold has it."""
+        args: dict[str, object] = {"handle": self._handle, "offset": offset, "last": True}
+        sent = self._links.begin("write_hold", args, bodies=[data])
+        return None if sent is None else sent.then(self._finished)
+
+    def _finished(self, _: bytes) -> None:
+        self._handle = ""
+
+    def finish(self, offset: int, data: bytes) -> None:
+        """By one request."""
+        try:
+            self._write(offset, data, last=True)
+        except BaseException:
+            self.release()
+            raise
+        self._handle = ""
 
     def release(self) -> None:
         handle, self._handle = self._handle, ""
         if handle:
-            with contextlib.suppress(HpstoreError, OSError):
+            try:
                 self._links.call("release", {"handle": handle}, again=True)
+            except (HpstoreError, OSError):
+                self._links.give_up(handle)
 
     def forget(self) -> None:
         self._handle = ""

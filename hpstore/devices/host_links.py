@@ -7,36 +7,18 @@ one has ended; every other one fails then, and may have been carried out.
 from __future__ import annotations
 
 import contextlib
-import errno
 import secrets
 import socket
-import ssl
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeGuard
 
-from hpstore.devices.horizon_guard import HorizonPassed, RecordReplaced
-from hpstore.devices.link_counters import LinkCounters, counted
-from hpstore.errors import (
-    DescriptorsExhausted,
-    DeviceDenied,
-    DeviceError,
-    DeviceFull,
-    DeviceInUse,
-    DeviceMissing,
-    DeviceReadOnly,
-    DeviceTimeout,
-    HpstoreError,
-    IntegrityError,
-    LockTimeout,
-    ReadAbandoned,
-)
+from hpstore.devices.link_counters import FAILED_CALLS, LinkCounters, counted
+from hpstore.devices.link_errors import LinkErrors
+from hpstore.errors import DeviceError, DeviceMissing, DeviceTimeout, HpstoreError, IntegrityError
 from hpstore.format.host_calls import (
-    ABSENT,
     DATA_PORT,
-    FAILED,
-    GONE,
     MOST_ANSWER_BYTES,
     MOST_CLOSED,
     REFUSED,
@@ -46,36 +28,16 @@ from hpstore.format.host_calls import (
 )
 from hpstore.runtime.forks import call_in_children
 from hpstore.runtime.http_heads import MOST_HEAD_BYTES, Head, answer_head
-from hpstore.runtime.lacks import note_lack
-from hpstore.runtime.open_file_limit import exhausted_hint, note_exhausted
+from hpstore.runtime.split_calls import Sent, Unfinished
 from hpstore.runtime.wire_stream import WireStream
+from hpstore.units import KIB
 
 Secure = Callable[[socket.socket, str], socket.socket]  # a connected socket, the host's name
 _CONNECT_SECONDS = 10.0
 _DOUBT_SECONDS = 0.5  # for an answer, after a call that got none
 _KEPT_IDLE = 4  # connections of a disk that wait for the next call
 _CLOSED_MOST = 4096  # handles that wait for a call to take them along
-_KINDS: dict[str, type[HpstoreError]] = {
-    kind.__name__: kind
-    for kind in (
-        DeviceDenied,
-        DeviceError,
-        DeviceFull,
-        DeviceInUse,
-        DeviceMissing,
-        DeviceReadOnly,
-        DeviceTimeout,
-        HorizonPassed,
-        IntegrityError,
-        LockTimeout,
-        ReadAbandoned,
-        RecordReplaced,
-    )
-}
-
-
-class HandleGone(DeviceError):
-    """The service knows no such handle: it was restarted, or had given this process up."""
+_MOST_SENT_BYTES = 72 * KIB  # of a body: what the kernel takes at once on a fresh connection
 
 
 class HostLinks:
@@ -99,6 +61,7 @@ class HostLinks:
         by: HostLinks | None = None,
     ) -> None:
         self.url, self._seconds, self._secure = url, seconds, secure
+        self.errors = LinkErrors(url)
         self._by = by  # None for itself: it is closed when the last user drops it, not in a cycle
         self.counters: LinkCounters = LinkCounters() if by is None else by.counters
         self._host, self._port, self._disk = place
@@ -123,13 +86,19 @@ class HostLinks:
         self.counters.after_fork()
         self._renew()
 
+    def keeps_session(self) -> bool:
+        """Whether a connection that makes no calls keeps the session now."""
+        with self._lock:
+            anchor = self._anchor
+        return anchor is not None and anchor.silent()
+
     def keep_session(self) -> None:
         """Before a call that opens something there: all that this process has open on the disk goes
         with the last connection, and any that makes calls may end. Raises as call()."""
+        if self.keeps_session():
+            return
         with self._lock:
             anchor = self._anchor
-        if anchor is not None and anchor.silent():
-            return
         limit = self._patience(None)
         fresh = self._connected(limit)
         try:
@@ -142,7 +111,7 @@ class HostLinks:
             raise self._timeout("hello", limit) from error
         except OSError as error:
             fresh.close()
-            self._raise(error, "hello")
+            self.errors.raise_broken(error, "hello")
         with self._lock:
             if self._anchor is anchor:
                 self._anchor, fresh = fresh, anchor  # type: ignore[assignment]  # closed if any
@@ -185,7 +154,7 @@ class HostLinks:
             except OSError as error:
                 stream.close()
                 if last or not again:
-                    self._raise(error, operation, again=again)
+                    self.errors.raise_broken(error, operation, again=again)
             except BaseException:
                 stream.close()  # in the middle of a message
                 raise
@@ -194,7 +163,7 @@ class HostLinks:
                 if status == REFUSED and ends and not last:
                     continue  # the certificate of then has ended, and may have been renewed
                 if status != 200:
-                    self._raise_answer(operation, status, found)
+                    self.errors.raise_answer(operation, status, found)
                 return found
         raise AssertionError("the second try returns or raises")
 
@@ -212,7 +181,7 @@ class HostLinks:
             raise self._unreachable(limit) from error
         except OSError as error:
             stream.close()
-            self._raise(error, DATA_PORT)
+            self.errors.raise_broken(error, DATA_PORT)
         except BaseException:
             stream.close()
             raise
@@ -233,7 +202,7 @@ class HostLinks:
         try:
             return decode_json(data)
         except IntegrityError as error:
-            raise self._nonsense("a call", error) from error
+            raise self.errors.nonsense("a call", error) from error
 
     def _patience(self, seconds: float | None) -> float:
         limit = self._seconds if seconds is None else seconds
@@ -242,6 +211,70 @@ class HostLinks:
     def give_up(self, handle: str) -> None:
         """Let the next call give a handle up. Never waits, never raises."""
         self._closed.append(handle)
+
+    def begin(
+        self,
+        operation: str,
+        args: Json,
+        *,
+        bodies: Sequence[memoryview | bytes] = (),
+        again: bool = False,
+    ) -> Sent[bytes] | None:
+        """Send a small call, whose answer is received by what is returned. None where that may wait
+        for something: no connection is idle, or the last call got no answer. As call() else."""
+        nbytes = sum(map(len, bodies))
+        stream = None if self._doubted or nbytes > _MOST_SENT_BYTES else self._idle_one()
+        if stream is None:
+            return None
+        limit, began = self._seconds, time.monotonic()
+        try:
+            closed = self._send(stream, operation, args, bodies, limit, now=True)
+        except OSError:  # what was not sent to its end is not carried out
+            stream.close()
+            return None
+        except BaseException:
+            stream.close()
+            raise
+
+        def finish() -> bytes:
+            try:
+                answer = self._finished(stream, operation, closed, limit, again=again)
+            except FAILED_CALLS:
+                self.counters.add(nbytes, 0, time.monotonic() - began, failed=True)
+                raise
+            self.counters.add(nbytes, len(answer), time.monotonic() - began, failed=False)
+            return answer
+
+        def drop() -> None:
+            self._closed.extend(closed)
+            stream.close()
+
+        return Sent(stream.fileno(), stream.arrived, finish, drop)
+
+    def _finished(
+        self, stream: WireStream, operation: str, closed: list[str], limit: float, *, again: bool
+    ) -> bytes:
+        """The answer to a call that was begun. Raises as call(), and Unfinished where a fresh
+        connection may help."""
+        try:
+            status, found, ends = self._receive(stream, operation, closed, None, limit)
+        except TimeoutError as error:
+            stream.close()
+            raise self._timeout(operation, limit) from error
+        except OSError as error:
+            stream.close()
+            if again:
+                raise Unfinished from error
+            self.errors.raise_broken(error, operation, again=False)
+        except BaseException:
+            stream.close()
+            raise
+        self._doubted = False
+        if status == REFUSED and ends:
+            raise Unfinished  # the certificate of then has ended, and may have been renewed
+        if status != 200:
+            self.errors.raise_answer(operation, status, found)
+        return found
 
     def _exchange(
         self,
@@ -254,22 +287,55 @@ class HostLinks:
         *,
         keep: bool = True,
     ) -> tuple[int, bytes, bool]:
-        """The status and the body of the answer, and whether the connection ends with it."""
+        """As _receive, after the request is sent."""
+        closed = self._send(stream, operation, args, bodies, seconds)
+        return self._receive(stream, operation, closed, into, seconds, keep=keep)
+
+    def _send(
+        self,
+        stream: WireStream,
+        operation: str,
+        args: Json,
+        bodies: Sequence[memoryview | bytes],
+        seconds: float,
+        *,
+        now: bool = False,
+    ) -> list[str]:
+        """Send a request, `now`: without waiting; the handles that it gives up."""
         stream.limit(seconds)
         closed = self._closing()
         try:
             nbytes = sum(map(len, bodies))
-            stream.send([self._head(operation, args, closed, nbytes, seconds), *bodies])
+            send = stream.send_now if now else stream.send
+            send([self._head(operation, args, closed, nbytes, seconds), *bodies])
+        except BaseException:
+            self._closed.extend(closed)  # twice does no harm
+            raise
+        return closed
+
+    def _receive(
+        self,
+        stream: WireStream,
+        operation: str,
+        closed: list[str],
+        into: memoryview | None,
+        seconds: float,
+        *,
+        keep: bool = True,
+    ) -> tuple[int, bytes, bool]:
+        """The status and the body of the answer, and whether the connection ends with it."""
+        stream.limit(seconds)
+        try:
             data = stream.head(seconds, seconds)
             if data is None:
                 raise ConnectionResetError("closed")
         except BaseException:
-            self._closed.extend(closed)  # twice does no harm
+            self._closed.extend(closed)
             raise
         try:
             head = answer_head(data)
         except IntegrityError as error:
-            raise self._nonsense(operation, error) from error
+            raise self.errors.nonsense(operation, error) from error
         stream.limit(seconds)
         found = self._body(stream, head, into, operation)
         ends = head.fields.get("connection", "").lower() == "close"
@@ -304,26 +370,28 @@ class HostLinks:
     ) -> bytes:
         if into is not None and head.status == 200:
             if head.body_bytes != len(into):
-                raise self._nonsense(operation, f"{head.body_bytes} of {len(into)} bytes")
+                raise self.errors.nonsense(operation, f"{head.body_bytes} of {len(into)} bytes")
             stream.fill(into)
             return b""
         if head.body_bytes > MOST_ANSWER_BYTES:
-            raise self._nonsense(operation, f"an answer of {head.body_bytes} bytes")
+            raise self.errors.nonsense(operation, f"an answer of {head.body_bytes} bytes")
         data = bytearray(head.body_bytes)
         stream.fill(memoryview(data))
         return bytes(data)
 
     def _take(self, limit: float, *, fresh: bool) -> WireStream:
         """An idle connection that has not ended meanwhile, or a new one."""
-        while not fresh:
+        stream = None if fresh else self._idle_one()
+        return self._connected(limit) if stream is None else stream
+
+    def _idle_one(self) -> WireStream | None:
+        """A connection that waits for a call and has not ended meanwhile."""
+        while True:
             with self._lock:
                 stream = self._idle.pop() if self._idle else None
-            if stream is None:
-                break
-            if stream.silent():
+            if stream is None or stream.silent():
                 return stream
             stream.close()
-        return self._connected(limit)
 
     def _connected(self, limit: float) -> WireStream:
         """A new connection. Raises DeviceError."""
@@ -333,7 +401,7 @@ class HostLinks:
         except TimeoutError as error:
             raise self._unreachable(seconds) from error
         except OSError as error:
-            self._raise(error, "connecting")
+            self.errors.raise_broken(error, "connecting")
         try:
             return WireStream(sock if self._secure is None else self._secure(sock, self._host))
         except TimeoutError as error:
@@ -341,7 +409,7 @@ class HostLinks:
             raise self._unreachable(seconds) from error
         except OSError as error:
             sock.close()
-            self._raise(error, "connecting")
+            self.errors.raise_broken(error, "connecting")
         except BaseException:
             sock.close()
             raise
@@ -353,32 +421,6 @@ class HostLinks:
                 self._idle.append(stream)
         if not keep:
             stream.close()
-
-    def _raise_answer(self, operation: str, status: int, data: bytes) -> NoReturn:
-        """Raise what the service says of a call that was not carried out, or failed."""
-        try:
-            said = decode_json(data)
-        except IntegrityError as error:
-            raise self._nonsense(operation, error) from error
-        found = said if isinstance(said, dict) else {}
-        name, text = str(found.get("error", "")), str(found.get("text", ""))[:2000]
-        if status == GONE:
-            raise HandleGone(f"device {self.url}: {text}", device=self.url)
-        if status == REFUSED:
-            raise self._denied(f"device {self.url}: {text}")
-        raise self.error_of(name if status == FAILED or name != ABSENT else "", text)
-
-    def _denied(self, text: str) -> DeviceDenied:
-        """What this process may not do there, noted as a lack of it."""
-        note_lack(DeviceDenied, text)
-        return DeviceDenied(text, device=self.url)
-
-    def error_of(self, name: str, text: str) -> Exception:
-        """What the service says of a call that failed, as an error of here."""
-        text = f"device {self.url}: {text}"
-        if name == ABSENT:
-            return FileNotFoundError(errno.ENOENT, text)
-        return _KINDS.get(name, DeviceError)(text, device=self.url)
 
     def _timeout(self, operation: str, seconds: float) -> DeviceTimeout:
         """What a call raises that got no answer: its disk hangs, or the host. The connections that
@@ -402,34 +444,6 @@ class HostLinks:
             device=self.url,
         )
 
-    def _nonsense(self, operation: str, what: object) -> DeviceError:
-        return DeviceError(
-            f"device {self.url}: what answers {operation} there does not follow the protocol of "
-            f"hpstore's hosts ({what})",
-            device=self.url,
-        )
-
-    def _raise(self, error: OSError, operation: str, *, again: bool = True) -> NoReturn:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            note_exhausted()
-            raise DescriptorsExhausted(
-                f"{operation} was not tried on device {self.url}: {exhausted_hint()}",
-                device=self.url,
-            ) from error
-        if _is_refused(error, again=again):
-            reason = getattr(error, "verify_message", "") or error.reason or str(error)
-            raise self._denied(
-                f"device {self.url}: {operation} was refused by TLS: {reason}. Look at the "
-                "certificates of this user and of the host; `hpstore host init` makes them"
-            ) from error
-        reason = error.strerror or str(error)
-        done = "" if again else " What was called may have happened."
-        raise DeviceMissing(
-            f"device {self.url}: {operation} failed: {reason}. Is the host up, and does "
-            f"`hpstore host serve` run there?{done}",
-            device=self.url,
-        ) from error
-
     def close(self) -> None:
         """Close the connections, which ends the session; a later call makes others."""
         with self._lock:
@@ -442,11 +456,3 @@ class HostLinks:
     def __del__(self) -> None:
         """Readers that outlive their device make connections that only they use."""
         self.close()
-
-
-def _is_refused(error: OSError, *, again: bool) -> TypeGuard[ssl.SSLError]:
-    """Whether TLS let no call through. In the middle of an exchange only the other side's word for
-    it is certain: it reads no call before it has let the caller in."""
-    if not isinstance(error, ssl.SSLError) or isinstance(error, ssl.SSLEOFError):
-        return False
-    return again or "ALERT" in (error.reason or "")

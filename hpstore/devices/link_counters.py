@@ -15,7 +15,7 @@ from hpstore.units import KIB
 
 P = ParamSpec("P")
 _TIMED_BYTES = 256 * KIB  # calls from this size on show what a link carries; others its delay
-_FAILED = (DeviceDenied, DeviceMissing, DeviceTimeout)
+FAILED_CALLS = (DeviceDenied, DeviceMissing, DeviceTimeout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,9 @@ class LinkCounters:
     """Of one disk of a host. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _sight
-        self._sight = LinkSight()
+        self._lock = threading.Lock()  # guards all below
+        self._sent = self._received = self._calls = self._errors = self._timed_bytes = 0
+        self._timed_seconds = 0.0
 
     def after_fork(self) -> None:
         """In the child: a thread of the parent may have held the lock, and it is not here."""
@@ -58,22 +59,26 @@ class LinkCounters:
 
     def add(self, sent: int, received: int, seconds: float, *, failed: bool) -> None:
         """A call is over."""
-        timed = not failed and sent + received >= _TIMED_BYTES
-        one = LinkSight(
-            sent_bytes=sent,
-            received_bytes=received,
-            calls=1,
-            errors=int(failed),
-            timed_bytes=sent + received if timed else 0,
-            timed_seconds=seconds if timed else 0.0,
-        )
         with self._lock:
-            self._sight += one
+            self._calls += 1
+            self._sent += sent
+            self._received += received
+            self._errors += failed
+            if not failed and sent + received >= _TIMED_BYTES:
+                self._timed_bytes += sent + received
+                self._timed_seconds += seconds
 
     def sight(self) -> LinkSight:
         """As it is now."""
         with self._lock:
-            return self._sight
+            return LinkSight(
+                sent_bytes=self._sent,
+                received_bytes=self._received,
+                calls=self._calls,
+                errors=self._errors,
+                timed_bytes=self._timed_bytes,
+                timed_seconds=self._timed_seconds,
+            )
 
 
 class Counting(Protocol):
@@ -94,7 +99,7 @@ def counted(call: Callable[Concatenate[L, P], bytes]) -> Callable[Concatenate[L,
         began, sent = time.monotonic(), _size(named.get("bodies"))
         try:
             answer = call(links, *args, **named)
-        except _FAILED:
+        except FAILED_CALLS:
             links.counters.add(sent, 0, time.monotonic() - began, failed=True)
             raise
         into = named.get("into")

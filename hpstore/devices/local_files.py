@@ -11,7 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from hpstore.devices.ballast import DeviceBallast
 from hpstore.devices.base import DirectoryEntry, Stamp
-from hpstore.devices.confined_names import open_beneath, parent_beneath, rename_beneath
+from hpstore.devices.confined_names import (
+    open_beneath,
+    parent_beneath,
+    rename_beneath,
+    stamp_beneath,
+)
 from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.file_handles import gone, is_full, open_root, raise_local_error
 from hpstore.devices.file_modes import Modes, make_directory, modes_on
@@ -218,11 +223,7 @@ class LocalFiles(LocalCounters):
 
     def stamp(self, path: str) -> Stamp | None:
         with self._guard(f"stat of {path}") as root:
-            try:
-                status = os.stat(path, dir_fd=root, follow_symlinks=False)
-            except FileNotFoundError:
-                return None
-            return (status.st_ino, status.st_mtime_ns, status.st_size)
+            return stamp_beneath(root, path)
 
     def delete(self, path: str) -> None:
         with self._guard(f"delete of {path}") as root:

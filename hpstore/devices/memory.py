@@ -189,8 +189,11 @@ class MemoryDevice:
     def stamp(self, path: str) -> Stamp | None:
         self._check()
         with self._lock:
-            file = self.files.get(self._name(path))
-            return None if file is None else (file.number, 0, len(file.bytes))
+            return self._stamp(path)
+
+    def _stamp(self, path: str) -> Stamp | None:
+        file = self.files.get(self._name(path))
+        return None if file is None else (file.number, 0, len(file.bytes))
 
     def delete(self, path: str) -> None:
         self._check_writable()
@@ -252,7 +255,7 @@ class MemoryDevice:
         self._check_writable()
         with self._lock:
             content = bytes(self.registers[offset : offset + nbytes]).ljust(nbytes, b"\0")
-            made = MemoryHold(self, offset, nbytes, content)
+            made = MemoryHold(self, offset, nbytes, content, self._stamp(POOL_FILE))
             made.taken = not any(other.overlaps(made) for other in self._holds)
             if made.taken:
                 self._holds.append(made)
@@ -304,9 +307,16 @@ class MemoryDevice:
 class MemoryHold:
     """A range of the registers."""
 
-    def __init__(self, device: MemoryDevice, offset: int, nbytes: int, content: bytes) -> None:
+    def __init__(
+        self,
+        device: MemoryDevice,
+        offset: int,
+        nbytes: int,
+        content: bytes,
+        record: Stamp | None,
+    ) -> None:
         self._device, self._offset, self._end = device, offset, offset + nbytes
-        self.content, self.taken = content, False
+        self.content, self.record, self.taken = content, record, False
 
     def overlaps(self, other: MemoryHold) -> bool:
         """Whether both want a byte."""
@@ -320,6 +330,12 @@ class MemoryHold:
             registers, start = self._device.registers, self._offset + offset
             registers.extend(bytes(max(0, start + len(data) - len(registers))))
             registers[start : start + len(data)] = data
+
+    def finish(self, offset: int, data: bytes) -> None:
+        try:
+            self.write(offset, data)
+        finally:
+            self.release()
 
     def release(self) -> None:
         with self._device._lock:

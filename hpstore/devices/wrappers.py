@@ -24,6 +24,7 @@ from hpstore.devices.base import (
 from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.format.pool_key import PoolKey
 from hpstore.runtime.clock import Clock, SystemClock
+from hpstore.runtime.split_calls import Sent
 
 T = TypeVar("T")
 
@@ -59,6 +60,16 @@ class DeviceWrapper:
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         return call()
 
+    def around_sent(
+        self, operation: str, nbytes: int, begin: Callable[[], Sent[T] | None]
+    ) -> Sent[T] | None:
+        """As `around`, of a call in two halves. None where it has one here."""
+        return None
+
+    def wrapped(self, handle: ReadHandle) -> ReadHandle:
+        """An open file of the device, through this one."""
+        return WrappedReader(self, handle)
+
     def create(self, size_bytes: int, *, vital: bool = False) -> WriteHandle:
         handle = self.around(
             "create", size_bytes, lambda: self.inner.create(size_bytes, vital=vital)
@@ -70,7 +81,7 @@ class DeviceWrapper:
         return None if handle is None else WrappedWriter(self, handle)
 
     def open(self, path: str) -> ReadHandle:
-        return WrappedReader(self, self.around("open", 0, lambda: self.inner.open(path)))
+        return self.wrapped(self.around("open", 0, lambda: self.inner.open(path)))
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
         return self.around("read_small", 0, lambda: self.inner.read_small(path, max_bytes))
@@ -134,65 +145,71 @@ class WrappedWriter:
     """A file being made through a wrapper."""
 
     def __init__(self, device: DeviceWrapper, inner: WriteHandle) -> None:
-        self._device, self._inner = device, inner
+        self._device, self.inner = device, inner
 
     @property
     def recycled(self) -> bool:
-        return self._inner.recycled
+        return self.inner.recycled
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         nbytes = sum(len(buffer) for buffer in buffers)
-        self._device.around("write", nbytes, lambda: self._inner.write(offset, buffers))
+        self._device.around("write", nbytes, lambda: self.inner.write(offset, buffers))
 
     def sync(self) -> None:
-        self._device.around("sync", 0, self._inner.sync)
+        self._device.around("sync", 0, self.inner.sync)
 
     def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
-        self._device.around("publish", 0, lambda: self._inner.publish(path, guard))
+        self._device.around("publish", 0, lambda: self.inner.publish(path, guard))
 
     def abort(self) -> None:
-        self._inner.abort()
+        self.inner.abort()
 
 
 class WrappedHold:
     """A range of registers held through a wrapper."""
 
     def __init__(self, device: DeviceWrapper, inner: Hold) -> None:
-        self._device, self._inner = device, inner
-        self.content = inner.content
+        self._device, self.inner = device, inner
+        self.content, self.record = inner.content, inner.record
 
     @property
     def taken(self) -> bool:
-        return self._inner.taken
+        return self.inner.taken
 
     def write(self, offset: int, data: bytes) -> None:
-        self._device.around("register", len(data), lambda: self._inner.write(offset, data))
+        self._device.around("register", len(data), lambda: self.inner.write(offset, data))
+
+    def finish(self, offset: int, data: bytes) -> None:
+        try:
+            self._device.around("register", len(data), lambda: self.inner.finish(offset, data))
+        finally:
+            self.inner.release()
 
     def release(self) -> None:
-        self._inner.release()
+        self.inner.release()
 
     def forget(self) -> None:
-        self._inner.forget()
+        self.inner.forget()
 
 
 class WrappedReader:
     """A file being read through a wrapper."""
 
     def __init__(self, device: DeviceWrapper, inner: ReadHandle) -> None:
-        self._device, self._inner = device, inner
+        self._device, self.inner = device, inner
         self.size_bytes = inner.size_bytes
 
     descriptor = -1
 
     def read_into(self, offset: int, target: Bytes) -> None:
         def call() -> Bytes:
-            self._inner.read_into(offset, target)
+            self.inner.read_into(offset, target)
             return target
 
         self._device.around("read", len(target), call)
 
     def close(self) -> None:
-        self._inner.close()
+        self.inner.close()
 
 
 class Bandwidth:

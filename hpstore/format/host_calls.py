@@ -22,7 +22,7 @@ from hpstore.format.keys import MAX_KEY_BYTES, MAX_NAME_BYTES
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.units import KIB, MIB
 
-PROTOCOL = 2
+PROTOCOL = 3
 DEFAULT_PORT = 7200
 SCHEME = "hpd://"
 MOST_BODY_BYTES = 8 * MIB  # of one request; more is several
@@ -38,6 +38,7 @@ ABSENT = "FileNotFoundError"
 DATA_PORT = "data_port"  # the operation that asks no disk, so it shows whether a host is there
 
 _TARGET = re.compile(r"/v1/(0|[1-9][0-9]{0,3})/([a-z_]{1,32})")
+_MILLISECONDS = re.compile("[1-9][0-9]{0,8}")
 _SESSION = re.compile(r"[0-9a-f]{32}")
 _HANDLE = re.compile(r"[0-9a-f]{32}")
 # a path has at most a key, escaped threefold, and a file's name
@@ -45,8 +46,10 @@ _MOST_PATH_BYTES = 3 * MAX_KEY_BYTES + 2 * MAX_NAME_BYTES
 _ROOT_FILE = re.compile(r"[a-z][a-z-]{0,40}(?:\.json)?")
 _FOLDERS = ("objects", "tmp", "recycle", "debts", "quarantine")
 _OPENED = re.compile(rb"([0-9]{1,20}) (-?[0-9]{1,20}) ([0-9]{1,20})\n")
+_HELD = re.compile(rb"([+-])(?:([0-9]{1,20}) (-?[0-9]{1,20}) ([0-9]{1,20}))?\n")
 _DIRECTORY, _FILE = b"d", b"f"
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps makes one for each call
 Json = dict[str, object]
 Names = list[tuple[str, bool]]
 
@@ -84,7 +87,7 @@ def host_domain(url: str) -> str | None:
 
 def encode_json(value: object) -> bytes:
     """JSON in ASCII, without spaces; what a name holds that is no text is escaped, too."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
+    return _encode(value).encode("ascii")
 
 
 def decode_json(data: bytes | str) -> object:
@@ -112,7 +115,7 @@ def session_of(fields: Mapping[str, str]) -> str:
 def deadline_of(fields: Mapping[str, str], most_seconds: float) -> float:
     """Seconds that are left to the caller. Raises IntegrityError."""
     text = fields.get(DEADLINE, "")
-    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+    if not _MILLISECONDS.fullmatch(text):
         raise IntegrityError("a deadline is a number of milliseconds")
     return min(int(text) / 1000, most_seconds)
 
@@ -175,6 +178,22 @@ def decode_opened(data: bytes) -> tuple[tuple[int, int, int], bytes]:
     if len(first) > min(size, MOST_AHEAD_BYTES):
         raise IntegrityError("a file has more bytes than its size")
     return (inode, changed, size), first
+
+
+def encode_held(taken: bool, record: tuple[int, int, int] | None, content: bytes) -> bytes:
+    """What is answered of a range of registers: whether it is locked, the stamp of the record of
+    membership, and the bytes."""
+    line = b"%d %d %d" % record if record is not None else b""
+    return b"%c%b\n%b" % (b"+" if taken else b"-", line, content)
+
+
+def decode_held(data: bytes) -> tuple[bool, tuple[int, int, int] | None, bytes]:
+    """Inverse of encode_held. Raises IntegrityError."""
+    match = _HELD.match(data)
+    if match is None:
+        raise IntegrityError("a range of registers is neither locked nor not")
+    record = None if match[2] is None else (int(match[2]), int(match[3]), int(match[4]))
+    return match[1] == b"+", record, data[match.end() :]
 
 
 def encode_listings(listings: Iterable[Sequence[tuple[str, bool]]]) -> bytes:

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hpstore.hosts.device_calls import CallerRole
+from hpstore.hosts.caller_roles import CallerRole
 from hpstore.runtime.mutual_tls import Caller, TlsFiles
 
 _log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpstore.errors import ConfigError
-from hpstore.hosts.device_calls import CallerRole
+from hpstore.hosts.caller_roles import CallerRole
 from hpstore.runtime.mutual_tls import AUTHORITY, CERTIFICATE, KEY, ROLE_URI
 from hpstore.runtime.text_files import write_atomically
 

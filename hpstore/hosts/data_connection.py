@@ -13,7 +13,8 @@ from hpstore.errors import IntegrityError
 from hpstore.format.host_calls import ARGS, check_handle, deadline_of, decode_args, parse_target
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.hosts.admission import Admitted
-from hpstore.hosts.device_calls import OPERATIONS, READ, WRITE, CallerRole, DiskOperation, Request
+from hpstore.hosts.caller_roles import CallerRole
+from hpstore.hosts.device_calls import OPERATIONS, READ, WRITE, DiskOperation, Request
 from hpstore.hosts.exported_disk import ExportedDisk
 from hpstore.hosts.served_connection import ServedConnection, Shared, require_whole_pages
 from hpstore.runtime.http_heads import Head

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from hpstore.devices.horizon_guard import (
     decode_counter,
 )
 from hpstore.devices.local import LocalDevice
-from hpstore.errors import DeviceDenied, DeviceError, IntegrityError
+from hpstore.errors import DeviceError, IntegrityError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
     DATA_PORT,
@@ -37,6 +36,7 @@ from hpstore.format.host_calls import (
     check_file_path,
     check_handle,
     decode_json,
+    encode_held,
     encode_json,
     encode_listings,
     encode_opened,
@@ -44,6 +44,7 @@ from hpstore.format.host_calls import (
 from hpstore.format.keys import OBJECTS
 from hpstore.format.records import MAX_RECORD_BYTES
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
+from hpstore.hosts.caller_roles import CallerRole, require
 from hpstore.hosts.caller_sessions import CallerSessions, HeldFile
 from hpstore.runtime.buffers import aligned_array
 
@@ -51,18 +52,6 @@ T = TypeVar("T")
 _MOST = 1 << 64  # of an inode's number
 _MOST_FILE_BYTES = 1 << 50
 _MOST_HELD_BYTES = REGISTERS_BYTES  # of registers that one hold reads
-
-
-class RoleTooLow(DeviceDenied):
-    """The certificate of a caller does not allow the call."""
-
-
-class CallerRole(IntEnum):
-    """What a caller may do; each includes those below it."""
-
-    READER = 1
-    WRITER = 2
-    KEEPER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,15 +142,6 @@ def number(args: Json, name: str) -> int:
     value = args[name]
     assert isinstance(value, int)
     return value
-
-
-def require(role: CallerRole, least: CallerRole, what: str) -> None:
-    """Raise RoleTooLow where a caller may not do that."""
-    if role < least:
-        raise RoleTooLow(
-            f"{what} needs the role {least.name.lower()}; the certificate of the caller has "
-            f"{role.name.lower()}"
-        )
 
 
 def _require_for_record(request: Request, what: str) -> None:
@@ -374,19 +354,23 @@ def _usage(device: LocalDevice, _: CallerSessions, __: Request) -> bytes:
 
 def _hold(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
     hold = device.hold(number(request.args, "offset"), number(request.args, "nbytes"))
-    if not hold.taken:
-        return b"-" + hold.content
-    _keep(sessions, request, HeldFile(hold, request.disk, hold.release))
-    return b"+" + hold.content
+    if hold.taken:
+        _keep(sessions, request, HeldFile(hold, request.disk, hold.release))
+    return encode_held(hold.taken, hold.record, hold.content)
 
 
 def _write_hold(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
-    offset = number(request.args, "offset")
-    with sessions.use(request.session, str(request.args["handle"]), request.disk) as item:
-        hold = of_kind(item, LocalHold)
-        if offset + len(request.body) > len(hold.content):
-            raise DeviceError("a write is beyond the range that is held")
-        hold.write(offset, request.body)
+    """With `last` the range is given up, whatever becomes of the write."""
+    offset, handle = number(request.args, "offset"), str(request.args["handle"])
+    try:
+        with sessions.use(request.session, handle, request.disk) as item:
+            hold = of_kind(item, LocalHold)
+            if offset + len(request.body) > len(hold.content):
+                raise DeviceError("a write is beyond the range that is held")
+            hold.write(offset, request.body)
+    finally:
+        if request.args["last"] is True:
+            sessions.drop(request.session, handle)
     return b""
 
 
@@ -483,7 +467,7 @@ OPERATIONS: Mapping[str, DiskOperation] = {
     ),
     "write_hold": DiskOperation(
         role=CallerRole.WRITER,
-        checks={**_HANDLE, "offset": _offset},
+        checks={**_HANDLE, "offset": _offset, "last": _flag},
         body_bytes=REGISTERS_BYTES,
         run=_write_hold,
     ),

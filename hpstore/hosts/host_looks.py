@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -53,9 +53,12 @@ class HostLooks:
             for number, paths in wanted
             if number in self._disks
         }
-        wait = WAIT_SECONDS + PATH_SECONDS * max(len(paths) for _, paths in wanted)
-        patience = Patience(wait, _all_spare) if len(calls) > 1 else None
-        found = self._scheduler.gather(calls, seconds, patience=patience, brief="look")
+        if len(calls) > 1:
+            wait = WAIT_SECONDS + PATH_SECONDS * max(len(paths) for _, paths in wanted)
+            patience = Patience(wait, _all_spare)
+            found = self._scheduler.gather(calls, seconds, patience=patience, brief="look")
+        else:  # it keeps no other from its answer, so no thread is woken for it
+            found = {name: _made(call) for name, call in calls.items()}
         absent = DeviceError("this host has no such disk")
         return [_described(found.get(str(number), absent)) for number, _ in wanted]
 
@@ -86,6 +89,13 @@ def look_at(device: LocalDevice, paths: Sequence[str], *, usage: bool) -> DiskLo
         mark=mark,
         usage=space,
     )
+
+
+def _made(call: Callable[[], DiskLook]) -> DiskLook | Exception:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 (the answer)
+        return error
 
 
 def _all_spare(_: set[str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from hpstore.errors import DeviceError
 from hpstore.format.host_calls import MOST_BODY_BYTES, encode_json
 from hpstore.format.record_calls import decode_names, decode_swaps, encode_records, register_of
-from hpstore.hosts.device_calls import CallerRole, require
+from hpstore.hosts.caller_roles import CallerRole, require
 from hpstore.hosts.record_file import RecordFile
 
 _MEMBERSHIP = "record"  # agreement/registers.py: the membership of a pool

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from hpstore.format.host_calls import (
 )
 from hpstore.format.untrusted_bytes import brief
 from hpstore.hosts.admission import Admitted
+from hpstore.hosts.caller_roles import RoleTooLow, require
 from hpstore.hosts.caller_sessions import CallerSessions, UnknownHandle
 from hpstore.hosts.device_calls import (
     LOOK,
@@ -46,10 +48,8 @@ from hpstore.hosts.device_calls import (
     WRITE,
     DiskOperation,
     Request,
-    RoleTooLow,
     number,
     of_kind,
-    require,
 )
 from hpstore.hosts.exported_disk import ExportedDisk
 from hpstore.hosts.host_limits import HostLimits
@@ -192,6 +192,7 @@ class ServedConnection:
                 found = self._of_host(operation.of_host, request, self._body(left), reserved)
             else:
                 found = self._run(disk, operation, request, left)
+                self._reserve(reserved, len(found))
         except _Cut:
             raise
         except (HpstoreError, FileNotFoundError) as error:
@@ -211,7 +212,7 @@ class ServedConnection:
         self, disk: ExportedDisk, operation: DiskOperation, request: Request, left: list[int]
     ) -> bytes:
         body = self._body(left)
-        whole = replace(request, body=body)
+        whole = replace(request, body=body) if body else request
         assert operation.run is not None
         with disk.call(self._left_seconds()) as device:
             return operation.run(device, self._shared.sessions, whole)
@@ -222,10 +223,7 @@ class ServedConnection:
         """What is about no disk, or about several: these are looked at on threads of theirs, so
         that one which hangs keeps none of the answer."""
 
-        def reserve(nbytes: int) -> None:
-            if nbytes > _PLAIN_BODY_BYTES:
-                reserved.callback(self._lease(nbytes).release)
-
+        reserve = partial(self._reserve, reserved)
         if operation == DATA_PORT:
             return encode_json(self._shared.data_port)
         if operation != LOOK:
@@ -233,7 +231,15 @@ class ServedConnection:
         looks = self._shared.looks.look(
             decode_wanted(body), usage=request.args["usage"] is True, seconds=self._left_seconds()
         )
-        return encode_looks(looks)
+        found = encode_looks(looks)
+        reserve(len(found))
+        return found
+
+    def _reserve(self, reserved: contextlib.ExitStack, nbytes: int) -> None:
+        """Have a large answer count as memory under way until it is sent: a caller that does not
+        read keeps it for long."""
+        if nbytes > _PLAIN_BODY_BYTES:
+            reserved.callback(self._lease(nbytes).release)
 
     def _left_seconds(self) -> float:
         return max(0.0, self._until - time.monotonic())

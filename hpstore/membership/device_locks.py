@@ -14,6 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from hpstore.devices.base import Device, Hold
+from hpstore.devices.host_disks import begin_finish, begin_hold, host_disk
 from hpstore.errors import (
     AlreadyClosed,
     DeviceTimeout,
@@ -22,8 +23,10 @@ from hpstore.errors import (
     ThreadsExhausted,
 )
 from hpstore.objects.context import PoolContext
-from hpstore.runtime.deadline_wait import QUICK_SECONDS, wait_awake
-from hpstore.runtime.scheduler import no_answer, outcome
+from hpstore.objects.shared_looks import is_known
+from hpstore.runtime.deadline_wait import QUICK_SECONDS, no_answer, wait_awake
+from hpstore.runtime.scheduler import outcome
+from hpstore.runtime.split_calls import Sent, SplitCall, Unfinished
 from hpstore.runtime.threads import start_thread
 
 T = TypeVar("T")
@@ -46,6 +49,50 @@ class LockAttempt:
     failed: dict[str, Exception] = field(default_factory=dict)
     newest: int = 0  # generation that any of them knows
     blocked: bool = False  # the first device was busy, and no other was asked
+
+
+class _Taking:
+    """One range of the registers that is being locked on devices. `live`: what is locked."""
+
+    def __init__(self, store: PoolContext, live: set[Hold], offset: int, nbytes: int) -> None:
+        self._store, self._live, self._range = store, live, (offset, nbytes)
+        self._members = store.view.devices
+        self.mine: list[Hold] = []  # locked here
+        self.given_up = threading.Event()  # a call that ends later keeps nothing
+
+    def on(self, device_id: str, device: Device) -> Callable[[], tuple[int, Hold]]:
+        """The call that does it on a device; the generation that this knows, and the hold."""
+
+        def whole() -> tuple[int, Hold]:
+            return self._noted(device_id, device, device.hold(*self._range))
+
+        def begin() -> Sent[tuple[int, Hold]] | None:
+            sent = begin_hold(device, *self._range)
+            return None if sent is None else sent.then(partial(self._soon, device_id, device))
+
+        return whole if host_disk(device) is None else SplitCall(begin, whole)
+
+    def _soon(self, device_id: str, device: Device, hold: Hold) -> tuple[int, Hold]:
+        at_once = hold.record is not None and is_known(self._store, device_id, hold.record)
+        if device_id in self._members and not at_once:
+            raise Unfinished(partial(self._noted, device_id, device, hold))
+        return self._noted(device_id, device, hold)
+
+    def _noted(self, device_id: str, device: Device, hold: Hold) -> tuple[int, Hold]:
+        generation = 0
+        try:
+            if device_id in self._members:  # as of after the lock: who changes it holds that, too
+                generation = self._store.generation_of(device_id, device, hold.record)
+        except BaseException:
+            hold.release()
+            raise
+        if hold.taken:
+            self._live.add(hold)
+            self.mine.append(hold)
+        if self.given_up.is_set():
+            hold.release()
+            self._live.discard(hold)
+        return generation, hold
 
 
 class DeviceLocks:
@@ -102,36 +149,17 @@ class DeviceLocks:
         found: LockAttempt,
     ) -> None:
         """Try these side by side, and note in `found` what comes of it; `need` answers do."""
-        members, mine = self._store.view.devices, list[Hold]()
-        given_up = threading.Event()  # a call that ends later keeps nothing
-
-        def take(device_id: str, device: Device) -> Callable[[], tuple[int, Hold]]:
-            def call() -> tuple[int, Hold]:
-                hold = device.hold(offset, nbytes)
-                try:  # after the lock: who changes the membership holds it, too
-                    known = device_id in members
-                    generation = self._store.generation_on(device_id, device) if known else 0
-                except BaseException:
-                    hold.release()
-                    raise
-                if hold.taken:
-                    self._live.add(hold)
-                    mine.append(hold)
-                if given_up.is_set():
-                    self._let_go(hold)
-                return generation, hold
-
-            return call
+        taking = _Taking(self._store, self._live, offset, nbytes)
 
         def drop(_: str, future: Future[tuple[int, Hold]]) -> None:
             future.add_done_callback(self._drop_answer)
 
-        calls = {d: take(d, device) for d, device in devices.items()}
+        calls = {d: taking.on(d, device) for d, device in devices.items()}
         try:
             answers = self._gather(calls, need, limit_seconds, drop, brief="lock")
         except BaseException:
-            given_up.set()
-            for hold in (*mine, *found.holds.values()):
+            taking.given_up.set()
+            for hold in (*taking.mine, *found.holds.values()):
                 self._let_go(hold)
             raise
         for device, answer in answers.items():
@@ -236,6 +264,36 @@ class DeviceLocks:
             raise
         return {d for d, result in results.items() if not isinstance(result, Exception)}
 
+    def _finishing(
+        self, device: Device | None, hold: Hold, offset: int, copy: bytes
+    ) -> Callable[[], None]:
+        """Write and release as a call."""
+
+        def call() -> None:
+            try:
+                hold.finish(offset, copy)
+            finally:
+                self._live.discard(hold)
+
+        def begin() -> Sent[None] | None:
+            sent = begin_finish(device, hold, offset, copy)
+            return None if sent is None else sent.with_finish(partial(ended, sent))
+
+        def ended(sent: Sent[None]) -> None:
+            try:
+                sent.finish()
+            except Unfinished:
+                raise
+            except Exception as error:
+                raise Unfinished(partial(self._released, hold, error)) from error
+            self._live.discard(hold)
+
+        return call if device is None or host_disk(device) is None else SplitCall(begin, call)
+
+    def _released(self, hold: Hold, error: Exception) -> None:
+        self._let_go(hold)
+        raise error
+
     def finish(
         self,
         holds: Mapping[str, Hold],
@@ -245,16 +303,8 @@ class DeviceLocks:
     ) -> None:
         """Write, and release each device when it has it, in one call on it."""
 
-        def last(hold: Hold, offset: int, copy: bytes) -> Callable[[], None]:
-            def call() -> None:
-                try:
-                    hold.write(offset, copy)
-                finally:
-                    self._let_go(hold)
-
-            return call
-
-        calls = {d: last(holds[d], *where) for d, where in data.items()}
+        devices = self._store.view.devices
+        calls = {d: self._finishing(devices.get(d), holds[d], *where) for d, where in data.items()}
         limit = self._store.settings.device_deadline_seconds
         begun: dict[str, Future[None]] = {}
         try:

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from hpstore.devices.base import Device, Usage
+from hpstore.devices.base import Device, Stamp, Usage
 from hpstore.devices.horizon_guard import MARK, decode_counter
-from hpstore.devices.host_disks import HostDisk, host_disk, look_at_disks
-from hpstore.errors import DeviceTimeout
+from hpstore.devices.host_disks import HostDisk, begin_look, host_disk, look_at_disks
 from hpstore.format.disk_looks import MOST_DISKS, DiskLook
 from hpstore.objects.context import PoolContext
-from hpstore.runtime.deadline_wait import Patience, wait_awake, wait_for_enough
+from hpstore.runtime.deadline_wait import Patience, still_owes, wait_awake, wait_for_enough
 from hpstore.runtime.scheduler import outcome
+from hpstore.runtime.split_calls import Sent, SplitCall, Unfinished
 
 T = TypeVar("T")
+_ANY_GENERATION = 1 << 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +65,16 @@ def look_at_devices(
         late = late if patience.spare(late) else set()  # else all of them are needed
     groups = _by_host({d: disk for d, disk in disks.items() if d not in late})
     calls: dict[str, Callable[[], Mapping[str, T | Exception]]] = {
-        name: partial(_ask_host, members, devices, looking) for name, members in groups.items()
+        name: SplitCall(
+            partial(_begin_host, store, members, devices, looking),
+            partial(_ask_host, members, devices, looking),
+        )
+        for name, members in groups.items()
     }
     for device in devices.keys() - disks.keys() - late:
         calls[device] = partial(_ask_device, device, alone[device])
     futures = _waited(store, calls, groups, patience, brief, late)
-    found: dict[str, T | Exception] = {d: _owing(d) for d in late}
+    found: dict[str, T | Exception] = {d: still_owes(d) for d in late}
     for name, future in futures.items():
         found |= _answers(name, groups, future, limit)
     again = {d: alone[d] for d, answer in found.items() if isinstance(answer, _Late)}
@@ -78,6 +83,11 @@ def look_at_devices(
         wait = patience and Patience(patience.seconds, lambda s: patience.spare(failed | s))
         found |= scheduler.gather(again, limit, patience=wait, ask_late=ask_late)
     return found
+
+
+def is_known(store: PoolContext, device_id: str, stamp: Stamp | None) -> bool:
+    """Whether PoolContext.generation_of asks no device about a record with this stamp."""
+    return stamp is None or stamp == store.record_stamp(device_id, _ANY_GENERATION)
 
 
 def note_offer(store: PoolContext, device_id: str, device: Device, look: DiskLook) -> Usage | None:
@@ -104,8 +114,56 @@ def _by_host(disks: Mapping[str, HostDisk]) -> dict[str, dict[str, HostDisk]]:
 def _ask_host(
     members: Mapping[str, HostDisk], devices: Mapping[str, Device], looking: SharedLook[T]
 ) -> Mapping[str, T | Exception]:
-    wanted = [(disk, looking.paths(devices[d])) for d, disk in members.items()]
-    looks = look_at_disks(wanted, usage=looking.usage)
+    looks = look_at_disks(_wanted(members, devices, looking), usage=looking.usage)
+    return _as_seen(members, devices, looking, looks)
+
+
+def _begin_host(
+    store: PoolContext,
+    members: Mapping[str, HostDisk],
+    devices: Mapping[str, Device],
+    looking: SharedLook[T],
+) -> Sent[Mapping[str, T | Exception]] | None:
+    """The same in two halves."""
+    sent = begin_look(_wanted(members, devices, looking), usage=looking.usage)
+    if sent is None:
+        return None
+
+    def seen(looks: list[DiskLook | Exception]) -> Mapping[str, T | Exception]:
+        asks_none = all(
+            _needs_no_call(store, device, look, usage=looking.usage)
+            for device, look in zip(members, looks, strict=True)
+        )
+        if not asks_none:
+            raise Unfinished(partial(_as_seen, members, devices, looking, looks))
+        return _as_seen(members, devices, looking, looks)
+
+    return sent.then(seen)
+
+
+def _needs_no_call(
+    store: PoolContext, device_id: str, look: DiskLook | Exception, *, usage: bool
+) -> bool:
+    """Whether what was seen of a disk is judged without another call on it."""
+    if isinstance(look, Exception) or look.late:
+        return True
+    if usage and (device_id in store.refusing or look.usage is None):
+        return False
+    return is_known(store, device_id, look.stamp)
+
+
+def _wanted(
+    members: Mapping[str, HostDisk], devices: Mapping[str, Device], looking: SharedLook[T]
+) -> list[tuple[HostDisk, Sequence[str]]]:
+    return [(disk, looking.paths(devices[d])) for d, disk in members.items()]
+
+
+def _as_seen(
+    members: Mapping[str, HostDisk],
+    devices: Mapping[str, Device],
+    looking: SharedLook[T],
+    looks: Sequence[DiskLook | Exception],
+) -> Mapping[str, T | Exception]:
     found: dict[str, T | Exception] = {}
     for device, look in zip(members, looks, strict=True):
         if isinstance(look, Exception):
@@ -173,9 +231,3 @@ def _answers(
         answer = outcome(future, device, limit)
         found[device] = answer if isinstance(answer, Exception) else answer[device]
     return found
-
-
-def _owing(device: str) -> DeviceTimeout:
-    return DeviceTimeout(
-        f"device {device} still owes an answer; it is not waited for", device=device
-    )

@@ -8,6 +8,8 @@ from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
+from hpstore.errors import DeviceTimeout
+
 STEP_SECONDS = 0.5
 QUICK_SECONDS = 0.005  # all answers are waited for so long at once: each look in between costs
 
@@ -31,7 +33,9 @@ def wait_awake(futures: Collection[Future[Any]], seconds: float, *, first: bool 
     which a device did not answer: of every half second no more than that is counted. Returns the
     seconds that were.
     """
-    waited, left = 0.0, set(futures)
+    waited, left = 0.0, {future for future in futures if not future.done()}
+    if first and len(left) < len(futures):
+        return waited
     when = FIRST_COMPLETED if first else ALL_COMPLETED
     while left and waited < seconds:
         step, began = min(STEP_SECONDS, seconds - waited), time.monotonic()
@@ -65,3 +69,17 @@ def _failed(futures: Mapping[str, Future[Any]]) -> set[str]:
         for device, future in futures.items()
         if future.done() and future.exception() is not None
     }
+
+
+def no_answer(device: str, deadline_seconds: float) -> DeviceTimeout:
+    """The error for a call that is not over in time."""
+    return DeviceTimeout(
+        f"device {device} did not answer within {deadline_seconds:.1f} s", device=device
+    )
+
+
+def still_owes(device: str) -> DeviceTimeout:
+    """The error for a device that is not asked, as it has not answered an earlier call."""
+    return DeviceTimeout(
+        f"device {device} still owes an answer; it is not waited for", device=device
+    )

@@ -1,8 +1,8 @@
 """Many devices: a bounded queue and a few workers for each, so that one hung device holds no other.
 
-A lane is the queue of one device. Calls run on the lane's threads; a caller that gives up on a
-deadline leaves its call running, and whatever memory that call writes into stays with it
-(PROTOCOL 21). Lanes start lazily and belong to one process: after a fork the child starts afresh.
+A lane is the queue of one device. Calls run on the lane's threads, those in two halves on the
+caller's while they are answered soon. A caller that gives up on a deadline leaves its call running,
+and the memory that it writes into (PROTOCOL 21). After a fork the child starts its own lanes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from typing import Any, TypeVar
 
 from hpstore.errors import AlreadyClosed, DeviceTimeout
 from hpstore.runtime.call_tours import Tour, Tours, join, run_all, settle
-from hpstore.runtime.deadline_wait import Patience, wait_awake, wait_for_enough
+from hpstore.runtime.deadline_wait import (
+    Patience,
+    no_answer,
+    still_owes,
+    wait_awake,
+    wait_for_enough,
+)
+from hpstore.runtime.split_calls import are_split, make_together
 from hpstore.runtime.threads import WorkerThreads, start_some
 
 T = TypeVar("T")
@@ -215,28 +222,24 @@ class Scheduler:
         if patience is not None and not patience.spare(late):
             late = set()  # all of them are needed
         asked = {d: call for d, call in calls.items() if d not in late}
-        results: dict[str, T | Exception] = {
-            device: DeviceTimeout(
-                f"device {device} still owes an answer; it is not waited for", device=device
-            )
-            for device in late
-        }
+        results: dict[str, T | Exception] = {device: still_owes(device) for device in late}
         began = time.monotonic()
-        tour = self._begin_tour(brief, asked)
+        futures: dict[str, Future[T]] = {}
+        left = self._together(brief, asked, futures)
+        tour = None if left is not None else self._begin_tour(brief, asked)
         if tour is not None and self._is_over(tour):
             results |= tour.results()
         else:
-            futures = self._side_by_side(asked, tour, {})
+            self._side_by_side(asked if left is None else left, tour, futures)
             if patience is None:
                 wait_awake(futures.values(), deadline_seconds)
             else:
                 wait_for_enough(futures, deadline_seconds, patience, late)
                 self.note_late(futures, began)
             waited = min(deadline_seconds, time.monotonic() - began)
-            for device, future in futures.items():
-                answer = outcome(future, device, waited)
-                results[device] = answer
-        if brief and asked and not any(isinstance(r, DeviceTimeout) for r in results.values()):
+            results |= {d: outcome(future, d, waited) for d, future in futures.items()}
+        measured = brief and asked and left is None
+        if measured and not any(isinstance(r, DeviceTimeout) for r in results.values()):
             seconds = (time.monotonic() - began) / len(asked)
             self._tours.note(brief, in_turn=tour is not None, seconds=seconds)
         return results
@@ -255,6 +258,8 @@ class Scheduler:
         """
         futures: dict[str, Future[T]] = {} if into is None else into
         began = time.monotonic()
+        if (left := self._together(brief, calls, futures)) is not None:
+            return self._side_by_side(left, None, futures)
         tour = self._begin_tour(brief, calls)
         if tour is None or not self._is_over(tour, futures):
             self._side_by_side(calls, tour, futures)
@@ -267,6 +272,18 @@ class Scheduler:
             seconds = (time.monotonic() - began) / len(calls)
             self._tours.note(brief, in_turn=True, seconds=seconds)
         return futures
+
+    def _together(
+        self, kind: str, calls: Mapping[str, Callable[[], T]], futures: dict[str, Future[T]]
+    ) -> Mapping[str, Callable[[], T]] | None:
+        """As make_together, of calls that are brief. None where they are made otherwise."""
+        if not kind or not self._threads or not are_split(calls):
+            return None
+        with self._lock:
+            self._require_open()
+            lanes = {device: self._lanes.get(device) for device in calls}
+        silent = {d for d, lane in lanes.items() if lane and lane.silent(self._stuck_seconds)}
+        return make_together(calls, silent, futures)
 
     def _note_round(
         self, kind: str, futures: Collection[Future[T]], began: float, *, in_turn: bool
@@ -476,10 +493,3 @@ def outcome(future: Future[T], device: str, deadline_seconds: float) -> T | Exce
     if not isinstance(error, Exception):
         raise error
     return error
-
-
-def no_answer(device: str, deadline_seconds: float) -> DeviceTimeout:
-    """The error for a call that is not over in time."""
-    return DeviceTimeout(
-        f"device {device} did not answer within {deadline_seconds:.1f} s", device=device
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import socket
 import ssl
@@ -12,9 +13,13 @@ from collections.abc import Sequence
 
 from hpstore.errors import IntegrityError
 from hpstore.runtime.http_heads import END, MOST_HEAD_BYTES
+from hpstore.units import KIB
 
 _TIMEVAL = struct.Struct("ll")
 _FIRST_BYTES = 16384
+_MOST_COLLECTED_BYTES = 256 * KIB  # of a message that is received without waiting
+_WAKE_BYTES = 256 * KIB  # of a large body: its receiver is not woken for less
+_LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]{1,15})\r\n", re.IGNORECASE)
 
 
 class Idle(TimeoutError):
@@ -32,6 +37,10 @@ class WireStream:
         self._sock, self._tls = sock, isinstance(sock, ssl.SSLSocket)
         self._ahead = bytearray()  # received, and not asked for yet
         self._seconds = -1.0
+        self._receives, self._sends = -1.0, -1.0  # seconds, as the kernel has them
+        self._wakes_at = 1  # bytes
+        if not self._tls:
+            sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_alive(sock)
 
@@ -40,20 +49,34 @@ class WireStream:
         """What ssl says of the other side's certificate; None without TLS."""
         return self._sock.getpeercert() if isinstance(self._sock, ssl.SSLSocket) else None
 
+    def fileno(self) -> int:
+        """Of the socket."""
+        return self._sock.fileno()
+
     def limit(self, seconds: float) -> None:
         """How long each further call may wait for the other side."""
         seconds = max(seconds, 0.001)
-        if seconds == self._seconds:
-            return
-        self._seconds = seconds
-        if self._tls:
+        if seconds != self._seconds and self._tls:
             self._sock.settimeout(seconds)
-            return
-        whole = int(seconds)
-        value = _TIMEVAL.pack(whole, int((seconds - whole) * 1e6))
-        self._sock.settimeout(None)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        self._seconds = seconds
+
+    def _limit_receiving(self) -> None:
+        """Before a plain socket receives. Requests and answers that are small take turns with two
+        limits, so the kernel keeps both, and neither is set again."""
+        if not self._tls and self._receives != self._seconds:
+            self._receives = self._seconds
+            self._set_limit(socket.SO_RCVTIMEO)
+
+    def _limit_sending(self) -> None:
+        """The same before it sends."""
+        if self._sends != self._seconds:
+            self._sends = self._seconds
+            self._set_limit(socket.SO_SNDTIMEO)
+
+    def _set_limit(self, option: int) -> None:
+        whole = int(self._seconds)
+        value = _TIMEVAL.pack(whole, int((self._seconds - whole) * 1e6))
+        self._sock.setsockopt(socket.SOL_SOCKET, option, value)
 
     def head(self, idle_seconds: float, head_seconds: float) -> bytes | None:
         """The next head; None when the other side has closed between two messages.
@@ -84,7 +107,42 @@ class WireStream:
         del self._ahead[: end + len(END)]
         return head
 
+    def arrived(self) -> bool | None:
+        """Receive what has come, without waiting. True when head() and fill() of all of a body
+        would not wait: a message is there whole, or nothing more comes. None for a message that is
+        too large to be collected so."""
+        while not self._is_whole():
+            if len(self._ahead) > _MOST_COLLECTED_BYTES:
+                return None
+            try:
+                data = self._receive_now()
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return False
+            except OSError:
+                return True  # receiving says what it is
+            if not data:
+                return True
+            self._ahead += data
+        return True
+
+    def _receive_now(self) -> bytes:
+        if not self._tls:
+            return self._sock.recv(_FIRST_BYTES, socket.MSG_DONTWAIT)
+        self._sock.settimeout(0.0)
+        try:
+            return self._sock.recv(_FIRST_BYTES)
+        finally:
+            self._sock.settimeout(self._seconds)
+
+    def _is_whole(self) -> bool:
+        end = self._ahead.find(END)
+        if end < 0:
+            return False
+        length = _LENGTH.search(self._ahead, 0, end + len(END))
+        return length is None or len(self._ahead) >= end + len(END) + int(length[1])
+
     def _more(self) -> bool:
+        self._limit_receiving()
         try:
             data = self._sock.recv(_FIRST_BYTES)
         except BlockingIOError as error:  # SO_RCVTIMEO
@@ -97,18 +155,37 @@ class WireStream:
         done = min(len(target), len(self._ahead))
         target[:done] = self._ahead[:done]
         del self._ahead[:done]
-        flags = 0 if self._tls else socket.MSG_WAITALL
+        if done == len(target):
+            return
+        self._limit_receiving()
         until = time.monotonic() + self._seconds
-        while done < len(target):
-            try:
+        last = max(done, len(target) - _WAKE_BYTES)  # from there on what comes is less than that
+        if last > done and not self._tls:
+            self._wake_at(_WAKE_BYTES)
+            self._receive(target[done:last], until)
+            done = last
+        self._receive(target[done:], until)
+
+    def _receive(self, target: memoryview, until: float) -> None:
+        done, flags = 0, 0 if self._tls else socket.MSG_WAITALL
+        try:
+            while done < len(target):
                 count = self._sock.recv_into(target[done:], 0, flags)
-            except BlockingIOError as error:
-                raise TimeoutError("the rest of a body was not received") from error
-            if not count:
-                raise ConnectionResetError("closed within a body")
-            done += count
-            if done < len(target) and time.monotonic() > until:
-                raise TimeoutError("the rest of a body was not received")
+                if not count:
+                    raise ConnectionResetError("closed within a body")
+                done += count
+                if done < len(target) and time.monotonic() > until:
+                    raise TimeoutError("the rest of a body was not received")
+        except BlockingIOError as error:
+            raise TimeoutError("the rest of a body was not received") from error
+        finally:
+            self._wake_at(1)
+
+    def _wake_at(self, nbytes: int) -> None:
+        """Have the kernel wake the receiver for no fewer bytes; 1 but for large bodies."""
+        if self._wakes_at != nbytes:
+            self._wakes_at = nbytes
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Send all parts back to back."""
@@ -116,13 +193,30 @@ class WireStream:
             for part in parts:
                 self._sock.sendall(part)
             return
+        self._limit_sending()
+        try:
+            self._send_all(parts, 0)
+        except BlockingIOError as error:
+            raise TimeoutError("what was sent is not taken") from error
+
+    def send_now(self, parts: Sequence[bytes | memoryview]) -> None:
+        """The same without waiting. Raises OSError where the kernel does not take all of it; the
+        other side has no whole message then."""
+        if not self._tls:
+            self._send_all(parts, socket.MSG_DONTWAIT)
+            return
+        self._sock.settimeout(0.0)
+        try:
+            for part in parts:
+                self._sock.sendall(part)
+        finally:
+            self._sock.settimeout(self._seconds)
+
+    def _send_all(self, parts: Sequence[bytes | memoryview], flags: int) -> None:
         views = [memoryview(part) for part in parts if len(part)]
         until = time.monotonic() + self._seconds
         while views:
-            try:
-                sent = self._sock.sendmsg(views[:64])
-            except BlockingIOError as error:
-                raise TimeoutError("what was sent is not taken") from error
+            sent = self._sock.sendmsg(views[:64], [], flags)
             while views and sent >= len(views[0]):
                 sent -= len(views.pop(0))
             if sent:

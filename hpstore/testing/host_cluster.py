@@ -120,8 +120,8 @@ class HostCluster(Closing):
 
     def write_certificates(self, *, days: int = 30, role: str = "keeper") -> None:
         """New ones for all hosts and what runs on them, in the place of those that are there."""
+        from hpstore.hosts.caller_roles import CallerRole
         from hpstore.hosts.certificates import make_caller, make_host
-        from hpstore.hosts.device_calls import CallerRole
 
         made = self.directory / "tls"
         for host in self.hosts.values():

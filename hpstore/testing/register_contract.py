@@ -11,6 +11,7 @@ import pytest
 
 from hpstore.devices.base import REGISTERS_BYTES, Device
 from hpstore.errors import DeviceError
+from hpstore.format.records import POOL_FILE
 
 
 class RegisterContract:
@@ -68,6 +69,28 @@ class RegisterContract:
         found = registers.hold(REGISTERS_BYTES - 512, 512)
         assert found.content[-1:] == b"x"
         found.release()
+
+    def test_a_hold_knows_the_record_of_membership(self, registers: Device) -> None:
+        """Its stamp after the lock, also where another one has the lock; None without a record."""
+        first = registers.hold(0, 512)
+        assert first.taken
+        assert first.record is None
+        registers.write_small(POOL_FILE, b"{}")
+        second = registers.hold(0, 512)
+        assert not second.taken
+        assert second.record is not None
+        assert second.record == registers.stamp(POOL_FILE)
+        first.release()
+
+    def test_a_hold_that_is_finished_is_free(self, registers: Device) -> None:
+        """With its last write there."""
+        hold = registers.hold(512, 512)
+        hold.finish(256, b"last")
+        assert not hold.taken
+        after = registers.hold(512, 512)
+        assert after.taken
+        assert after.content[256:260] == b"last"
+        after.release()
 
     def test_of_many_threads_one_holds_a_range(self, registers: Device) -> None:
         """Sixteen try at once; each that has it adds one to a number there."""

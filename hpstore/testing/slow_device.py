@@ -88,4 +88,4 @@ class _SlowableReader(WrappedReader):
 
     @property
     def descriptor(self) -> int:  # type: ignore[override]  # a constant in the parent
-        return -1 if self._device.slow else self._inner.descriptor
+        return -1 if self._device.slow else self.inner.descriptor

@@ -33,7 +33,7 @@ import socket
 import numpy as np
 
 from hpstore.devices.file_handles import LocalWriter
-from hpstore.devices.host_disks import look_at_disks
+from hpstore.devices.host_disks import begin_look, look_at_disks
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceFull, HpstoreError
 from hpstore.format.disk_looks import (
@@ -43,7 +43,15 @@ from hpstore.format.disk_looks import (
     encode_looks,
     encode_wanted,
 )
-from hpstore.format.host_calls import decode_listings, decode_opened, encode_listings, encode_opened
+from hpstore.format.host_calls import (
+    PROTOCOL,
+    decode_held,
+    decode_listings,
+    decode_opened,
+    encode_held,
+    encode_listings,
+    encode_opened,
+)
 from hpstore.format.record_calls import (
     HostRecord,
     RecordSwap,
@@ -54,6 +62,7 @@ from hpstore.format.record_calls import (
     encode_records,
     encode_swaps,
 )
+from hpstore.runtime.split_calls import Sent, Unfinished
 from hpstore.units import MIB
 from tests.fuzz.engine import Target
 
@@ -77,7 +86,7 @@ class CannedSocket:
     def __init__(self, data: bytes) -> None:
         self.data = data
 
-    def recv(self, nbytes: int) -> bytes:
+    def recv(self, nbytes: int, flags: int = 0) -> bytes:
         part, self.data = self.data[:nbytes], self.data[nbytes:]
         return part
 
@@ -86,13 +95,16 @@ class CannedSocket:
         target[: len(part)] = part
         return len(part)
 
-    def sendmsg(self, parts: Sequence[bytes | memoryview]) -> int:
+    def sendmsg(self, parts: Sequence[bytes | memoryview], *_: object) -> int:
         return sum(map(len, parts))
 
     def setsockopt(self, *_: object) -> None:
         """Nothing is to wait for."""
 
     settimeout = shutdown = setsockopt
+
+    def fileno(self) -> int:
+        return 0
 
     def close(self) -> None:
         self.data = b""
@@ -197,6 +209,7 @@ def request_seeds() -> list[bytes]:
         _request("read_small", path="debts/x.json", most=100),
         _request("counter_sector", name="horizon.json"),
         _request("hold", handle=_HANDLE, offset=0, nbytes=512),
+        _request("write_hold", bytes(256), handle=_HANDLE, offset=0, last=True),
         _request("delete", path="objects/a/@1"),
     ]
     return [b"".join(made), *made, *others, b"".join(others)]
@@ -233,11 +246,20 @@ def _use(device: HostDevice) -> None:
         lambda: device.counter("horizon.json"),
         lambda: device.hold(0, 512).release(),
         lambda: look_at_disks([(device, ["objects/a"])], usage=True),
+        lambda: _collected(begin_look([(device, ["objects/a"])], usage=True)),
+        lambda: _collected(device.begin_open("objects/a/@1")),
     )
     for call in calls:
-        with contextlib.suppress(HpstoreError, FileNotFoundError):
+        with contextlib.suppress(HpstoreError, FileNotFoundError, Unfinished):
             call()
     device.close()
+
+
+def _collected(sent: Sent[object] | None) -> None:
+    """The answer to a call in two halves, received as one thread receives several."""
+    if sent is not None:
+        sent.arrived()
+        sent.finish()
 
 
 def _answer(body: bytes, status: int = 200) -> bytes:
@@ -245,12 +267,13 @@ def _answer(body: bytes, status: int = 200) -> bytes:
 
 
 def answer_seeds() -> list[bytes]:
-    hello = _answer(b'{"protocol":2,"mode":"direct","folds_names":false}')
+    hello = _answer(b'{"protocol":%d,"mode":"direct","folds_names":false}' % PROTOCOL)
     return [
         hello,
         hello + _answer(b"[1000,500,0,10,5,false]"),
         hello + _answer(b"[1,2,4096]") * 3,
         hello + _answer(b"1 2 8192\n" + bytes(4096)) * 8,
+        hello + _answer(encode_held(True, (1, 2, 3), bytes(512))) * 8,
         hello + _answer(encode_looks([_LOOK])) * 8,
         hello + _answer(b"f@1\0da\0\0") * 3,
         hello + _answer(b'{"error":"DeviceFull","text":"no room"}', 409) * 3,
@@ -276,6 +299,11 @@ def take_wanted(data: bytes) -> None:
 def take_opened(data: bytes) -> None:
     found = decode_opened(data)
     assert decode_opened(encode_opened(*found)) == found
+
+
+def take_held(data: bytes) -> None:
+    found = decode_held(data)
+    assert decode_held(encode_held(*found)) == found
 
 
 def take_swaps(data: bytes) -> None:
@@ -306,6 +334,11 @@ HOST_TARGETS = (
         name="host-opened",
         run=take_opened,
         seeds=lambda: [encode_opened((1, 2, 4096), b"x" * 64)],
+    ),
+    Target(
+        name="host-held",
+        run=take_held,
+        seeds=lambda: [encode_held(True, (1, -2, 4096), b"x" * 64), encode_held(False, None, b"")],
     ),
     Target(
         name="host-record-swaps",

@@ -23,8 +23,8 @@ from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError, DeviceDenied, DeviceError, DeviceMissing
 from hpstore.format.records import IDENTITY_FILE, POOL_FILE
 from hpstore.hosts.admission import admit_certified, role_of
+from hpstore.hosts.caller_roles import CallerRole
 from hpstore.hosts.certificates import make_caller, make_host
-from hpstore.hosts.device_calls import CallerRole
 from hpstore.hosts.host_service import HostService
 from hpstore.runtime.mutual_tls import AUTHORITY, CERTIFICATE, KEY, TlsFiles, caller_of
 from hpstore.testing import PAGE, fetch, pattern, store

@@ -18,8 +18,8 @@ pytest.importorskip("cryptography", reason="needs the extra hosts")
 import hpstore
 from hpstore.errors import DeviceDenied, HpstoreError, MembershipError
 from hpstore.format.records import DeviceState
+from hpstore.hosts.caller_roles import CallerRole
 from hpstore.hosts.certificates import make_caller, make_host
-from hpstore.hosts.device_calls import CallerRole
 from hpstore.pool.pool import Pool
 from hpstore.testing.host_cluster import HostCluster
 from hpstore.units import MIB

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ from hpstore.format.records import IDENTITY_FILE, POOL_FILE, Identity
 from hpstore.hosts import host_looks
 from hpstore.hosts.host_service import HostService
 from hpstore.objects.survey import survey_key, survey_keys
+from hpstore.runtime.wire_stream import WireStream
 from hpstore.testing import PAGE, pattern, store
 from hpstore.units import MIB
 
@@ -113,16 +115,19 @@ def pool(tmp_path: Path) -> Iterator[tuple[hpstore.Pool, list[HangingDisk]]]:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Requests that this process makes, by operation."""
+    """Requests that this process makes, by operation; without those that only open a session."""
     found: Counter[str] = Counter()
-    plain = HostLinks.call
+    plain = HostLinks._send
 
-    def call(self: HostLinks, operation: str, *arguments: object, **options: object) -> bytes:
-        found[operation] += 1
-        return plain(self, operation, *arguments, **options)  # type: ignore[arg-type]
+    def send(
+        links: HostLinks, stream: WireStream, operation: str, *rest: Any, **how: Any
+    ) -> list[str]:
+        if operation != "hello":
+            found[operation] += 1
+        return plain(links, stream, operation, *rest, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostLinks, "call", call)
+        patch.setattr(HostLinks, "_send", send)
         yield found
 
 
@@ -270,6 +275,41 @@ def test_more_directories_than_one_request_names_are_several(
     assert first.usage is not None
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_many_names_count_as_memory_until_they_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Callers that do not read what they have asked for keep no more than the service's limit."""
+    held: list[int] = []
+    plain = WireStream.send
+    with HostService("127.0.0.1", 0) as service:
+        (tmp_path / "a").mkdir()
+        disk = LocalDevice(str(tmp_path / "a"))
+        disk.prepare()
+        service.export(disk)
+        for number in range(400):
+            (tmp_path / "a" / "objects" / f"{number:0200d}").touch()
+        budget = service._shared.arena.budget
+
+        def send(stream: WireStream, parts: Sequence[bytes | memoryview]) -> None:
+            if sum(map(len, parts)) > 400 * 200:
+                held.append(budget.used_bytes)
+            plain(stream, parts)
+
+        monkeypatch.setattr(WireStream, "send", send)
+        device = HostDevice(f"hpd://127.0.0.1:{service.address[1]}/0", seconds=20.0)
+        if together:
+            (look,) = look_at_disks([(device, ["objects"])], usage=False)
+            assert isinstance(look, DiskLook)
+            assert len(look.listings[0]) == 400
+        else:
+            assert len(device.entries("objects")) == 400
+        device.close()
+    assert len(held) == 1
+    assert held[0] >= 400 * 200
+    assert budget.used_bytes == 0
+
+
 def test_a_disk_that_was_wiped_is_unknown_and_not_empty(
     pool: tuple[hpstore.Pool, list[HangingDisk]],
 ) -> None:
@@ -292,18 +332,20 @@ def test_a_membership_that_moved_is_seen_by_the_commit_itself(
     one step with the rename (PROTOCOL 4), and the put is planned again."""
     opened, disks = pool
     opened.put("k", b"1")
-    plain = HostLinks.call
+    plain = HostLinks._send
     moved: list[int] = []
 
-    def call(self: HostLinks, operation: str, *arguments: object, **options: object) -> bytes:
+    def send(
+        links: HostLinks, stream: WireStream, operation: str, *rest: Any, **how: Any
+    ) -> list[str]:
         if operation == "commit" and not moved:
             moved.append(1)
             with hpstore.open(tmp_path / "pool.toml") as other:
                 other.admin.devices.begin_drain(_served(opened, disks[0]))
-        return plain(self, operation, *arguments, **options)  # type: ignore[arg-type]
+        return plain(links, stream, operation, *rest, **how)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostLinks, "call", call)
+        patch.setattr(HostLinks, "_send", send)
         opened.put("k", b"2")
     assert moved
     assert opened._session.store.metrics.snapshot()["put_replanned_total"] >= 1

@@ -291,8 +291,8 @@ def guarded(tmp_path: Path) -> Iterator[tuple[HostUrl, Path]]:
     """A service over mutual TLS, and the certificates of its callers."""
     pytest.importorskip("cryptography", reason="needs the extra hosts")
     from hpstore.hosts.admission import admit_certified
+    from hpstore.hosts.caller_roles import CallerRole
     from hpstore.hosts.certificates import make_caller, make_host
-    from hpstore.hosts.device_calls import CallerRole
 
     make_host(tmp_path / "tls", "a", ["127.0.0.1"], 30)
     for role in CallerRole:
@@ -311,8 +311,8 @@ def test_a_caller_without_a_role_hears_why_for_a_request_with_a_body(
 ) -> None:
     """The service takes the body before it ends the connection: else the caller cannot send the
     rest, and does not come to the answer."""
+    from hpstore.hosts.caller_roles import CallerRole
     from hpstore.hosts.certificates import make_caller
-    from hpstore.hosts.device_calls import CallerRole
 
     url, callers = guarded
     monkeypatch.setattr("hpstore.hosts.certificates.ROLE_URI", "urn:other:role:")

@@ -17,14 +17,15 @@ pytest.importorskip("cryptography", reason="needs the extra hosts")
 import hpstore
 from hpstore.config import Settings
 from hpstore.devices.host_device import HostDevice
-from hpstore.devices.host_links import HandleGone, HostLinks
+from hpstore.devices.host_links import HostLinks
+from hpstore.devices.link_errors import HandleGone
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ConfigError, DeviceDenied, DeviceError, DeviceMissing
 from hpstore.format.host_calls import Json
 from hpstore.hosts.admission import admit_certified
+from hpstore.hosts.caller_roles import CallerRole
 from hpstore.hosts.caller_sessions import CallerSessions, HeldFile, UnknownHandle
 from hpstore.hosts.certificates import make_caller, make_host
-from hpstore.hosts.device_calls import CallerRole
 from hpstore.hosts.host_limits import HostLimits
 from hpstore.hosts.host_service import HostService
 from hpstore.runtime.mutual_tls import TlsFiles

@@ -75,7 +75,7 @@ class _DelayedReader(WrappedReader):
         usual = _USUAL_SECONDS * self._device.rng.lognormvariate(0, _SIGMA)
         trouble = self._device.trouble
         time.sleep(usual if trouble is None else trouble.delay(usual))
-        self._inner.read_into(offset, target)
+        self.inner.read_into(offset, target)
 
 
 @dataclass(slots=True)

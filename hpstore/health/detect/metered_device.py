@@ -7,6 +7,7 @@ other, when it ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from hpstore.codec.galois import Bytes
@@ -15,6 +16,7 @@ from hpstore.devices.host_disks import HostDisk, ReadAhead, host_disk
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
 from hpstore.errors import DeviceMissing, ReadAbandoned
 from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
+from hpstore.runtime.split_calls import Sent, Unfinished
 
 T = TypeVar("T")
 _HARMLESS = (FileNotFoundError, *READABLE)  # say nothing of a device's strength
@@ -62,24 +64,45 @@ class DeviceMeter:
 
     def call(self, operation: int, nbytes: int, act: Callable[[], T]) -> T:
         """Make a call and note it."""
-        recorder, now, outcome = self.recorder, self.now, _ERROR
-        if self.asleep:
-            self._wake()
-        ticket = recorder.begin(now())
+        return self._noted(self.begin(self.now()), operation, nbytes, act)
+
+    def sent(
+        self, operation: int, nbytes: int, begin: Callable[[], Sent[T] | None]
+    ) -> Sent[T] | None:
+        """Begin a call in two halves, and note it when it has ended."""
+        ticket = self.begin(self.now())
+        try:
+            sent = begin()
+        except BaseException:
+            self.leave(ticket)
+            raise
+        if sent is None:
+            self.leave(ticket)
+            return None
+
+        def drop() -> None:
+            self.leave(ticket)
+            sent.drop()
+
+        finish = partial(self._noted, ticket, operation, nbytes, sent.finish)
+        return Sent(sent.fileno, sent.arrived, finish, drop)
+
+    def _noted(self, ticket: int, operation: int, nbytes: int, act: Callable[[], T]) -> T:
+        recorder, outcome = self.recorder, _ERROR
         try:
             result = act()
             outcome = 0
         except ReadAbandoned:  # no quick read; but that it took long counts
             outcome = _CUT
             raise
-        except self.blameless:  # neither an error nor a quick read
+        except (Unfinished, *self.blameless):  # neither an error nor a quick read
             recorder.leave(ticket)
             raise
         except _HARMLESS:
             outcome = 0
             raise
         finally:
-            recorder.end(ticket, operation, nbytes, now(), outcome)
+            recorder.end(ticket, operation, nbytes, self.now(), outcome)
         return result
 
 
@@ -102,18 +125,23 @@ class MeteredDevice(DeviceWrapper):
     def around(self, operation: str, nbytes: int, call: Callable[[], T]) -> T:
         return self.meter.call(OPERATIONS.get(operation, _META), nbytes, call)
 
+    def around_sent(
+        self, operation: str, nbytes: int, begin: Callable[[], Sent[T] | None]
+    ) -> Sent[T] | None:
+        return self.meter.sent(OPERATIONS.get(operation, _META), nbytes, begin)
+
+    def wrapped(self, handle: ReadHandle) -> ReadHandle:
+        return _Reader(self, handle)
+
     def listings(self, paths: Sequence[str]) -> list[list[DirectoryEntry]]:
         return self.around("list", 0, lambda: self.inner.listings(paths))
-
-    def open(self, path: str) -> ReadHandle:
-        return _Reader(self, self.around("open", 0, lambda: self.inner.open(path)))
 
 
 class _Reader(WrappedReader):
     _device: MeteredDevice
 
     def read_into(self, offset: int, target: Bytes) -> None:
-        inner = self._inner
+        inner = self.inner
         if isinstance(inner, ReadAhead) and inner.holds(offset, len(target)):
             inner.read_into(offset, target)  # no read of the device: it came when that was opened
             return
@@ -121,4 +149,4 @@ class _Reader(WrappedReader):
 
     @property
     def descriptor(self) -> int:  # type: ignore[override]  # a constant in the parent
-        return self._inner.descriptor
+        return self.inner.descriptor

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, ReadHandle
+from hpstore.devices.host_disks import begin_open, holds_ahead
 from hpstore.errors import BlocksDamaged, IntegrityError
 from hpstore.format.checksum import ColumnChecks
 from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, decode_header, decode_table
@@ -18,6 +20,7 @@ from hpstore.format.pool_key import PoolKey
 from hpstore.objects.context import PoolContext
 from hpstore.objects.survey import path_on
 from hpstore.runtime.buffers import aligned_array
+from hpstore.runtime.split_calls import Sent, Unfinished
 from hpstore.units import KIB
 
 WHOLE_OBJECT_BYTES = 256 * KIB
@@ -170,38 +173,91 @@ def open_column(
     Raises FileNotFoundError when it is gone or being recycled, IntegrityError when it is damaged or
     holds something else.
     """
-    pool_id, pool_key = store.view.record.pool_id, store.pool_key
-    path = path_on(device, key, name)
-    handle = device.open(path)
-    try:
+    return _Opening(store, device_id, device, key, name, whole).made()
+
+
+def begin_column(
+    store: PoolContext,
+    device_id: str,
+    device: Device,
+    key: str,
+    name: ColumnName,
+    *,
+    whole: bool = False,
+) -> Sent[ColumnReader] | None:
+    """open_column in two halves; None where the device has none."""
+    return _Opening(store, device_id, device, key, name, whole).begin()
+
+
+class _Opening:
+    """A column that is being opened."""
+
+    def __init__(
+        self,
+        store: PoolContext,
+        device_id: str,
+        device: Device,
+        key: str,
+        name: ColumnName,
+        whole: bool,
+    ) -> None:
+        self._pool_id, self._pool_key = store.view.record.pool_id, store.pool_key
+        self._device_id, self._device = device_id, device
+        self._key, self._name, self._whole = key, name, whole
+        self._path = path_on(device, key, name)
+
+    def made(self) -> ColumnReader:
+        return self._finished(self._device.open(self._path))
+
+    def begin(self) -> Sent[ColumnReader] | None:
+        sent = begin_open(self._device, self._path)
+        return None if sent is None else sent.then(self._opened)
+
+    def _opened(self, handle: ReadHandle) -> ColumnReader:
+        """Raises Unfinished where the device must be asked for more than came with the answer."""
+        rest = partial(self._finished, handle)
+        if not holds_ahead(handle, handle.size_bytes if self._is_whole(handle) else HEADER_BYTES):
+            raise Unfinished(rest)
+        try:
+            return self._checked(handle)
+        except IntegrityError as error:
+            raise Unfinished(rest) from error
+
+    def _finished(self, handle: ReadHandle) -> ColumnReader:
+        try:
+            return self._checked(handle)
+        except IntegrityError as error:
+            handle.close()
+            # recycling renames before it blanks: what is damaged under its own name is damaged
+            if self._device.stamp(self._path) is None:
+                where = f"{self._path} on {self._device.url}"
+                raise FileNotFoundError(f"{where} was recycled") from error
+            raise
+        except BaseException:
+            handle.close()
+            raise
+
+    def _is_whole(self, handle: ReadHandle) -> bool:
+        size = handle.size_bytes  # one that is cut short is no multiple: its header says so
+        return self._whole and size <= _whole_bytes(self._name.data) and not size % ALIGNMENT_BYTES
+
+    def _checked(self, handle: ReadHandle) -> ColumnReader:
+        where, name = f"{self._path} on {self._device.url}", self._name
         if handle.size_bytes < HEADER_BYTES:
-            raise IntegrityError(f"{path} on {device.url} is truncated")
-        whole &= handle.size_bytes <= _whole_bytes(name.data)
-        whole &= handle.size_bytes % ALIGNMENT_BYTES == 0  # cut short: its header says so
+            raise IntegrityError(f"{where} is truncated")
+        whole = self._is_whole(handle)
         page = aligned_array(handle.size_bytes if whole else HEADER_BYTES)
         handle.read_into(0, page)
-        header = decode_header(
-            page[:HEADER_BYTES].data, where=f"{path} on {device.url}", pool_key=pool_key
-        )
-        if header.pool_id != pool_id or header.key != key or header.name.plain != name.plain:
+        header = decode_header(page[:HEADER_BYTES].data, where=where, pool_key=self._pool_key)
+        same = header.pool_id == self._pool_id and header.key == self._key
+        if not same or header.name.plain != name.plain:
             raise IntegrityError(
-                f"{path} on {device.url} holds {header.key!r} {header.name}, not what it is called"
+                f"{where} holds {header.key!r} {header.name}, not what it is called"
             )
         if handle.size_bytes < header.file_bytes:
-            raise IntegrityError(
-                f"{path} on {device.url} has {handle.size_bytes} of {header.file_bytes} bytes"
-            )
-    except IntegrityError as error:
-        handle.close()
-        # recycling renames before it blanks: what is damaged under its own name is damaged
-        if device.stamp(path) is None:
-            raise FileNotFoundError(f"{path} on {device.url} was recycled") from error
-        raise
-    except BaseException:
-        handle.close()
-        raise
-    held = _Whole(handle, page) if whole else handle
-    return ColumnReader(device_id, device, held, header, name, pool_key)
+            raise IntegrityError(f"{where} has {handle.size_bytes} of {header.file_bytes} bytes")
+        held = _Whole(handle, page) if whole else handle
+        return ColumnReader(self._device_id, self._device, held, header, name, self._pool_key)
 
 
 def _whole_bytes(data: int) -> int:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from hpstore.devices.host_disks import host_disk
 from hpstore.format.keys import ColumnName
 from hpstore.objects.context import PoolContext
-from hpstore.objects.read.column_reader import ColumnReader, open_column
+from hpstore.objects.read.column_reader import ColumnReader, begin_column, open_column
 from hpstore.objects.survey import ColumnFile
 from hpstore.runtime.deadline_wait import Patience, wait_awake, wait_for_enough
 from hpstore.runtime.scheduler import outcome
+from hpstore.runtime.split_calls import Sent, SplitCall, Unfinished
 
 SPARE_SECONDS = 1.0  # that a device is waited for whose columns can be done without
 Opened = list[ColumnReader | Exception]
@@ -34,10 +36,7 @@ def open_together(
     began = time.monotonic()
     most = max(map(len, wanted.values()), default=0)
     futures = store.scheduler.start(
-        {
-            device: partial(_open_all, store, device, columns, whole)
-            for device, columns in wanted.items()
-        },
+        {device: _opening(store, device, columns, whole) for device, columns in wanted.items()},
         brief=f"open {'whole ' if whole else ''}{most.bit_length()}",
     )
     deadline = store.settings.device_deadline_seconds
@@ -85,11 +84,43 @@ def _open_all(
     found: Opened = []
     device = store.view.devices[device_id]
     for key, name in columns:
-        try:
-            found.append(open_column(store, device_id, device, key, name, whole=whole))
-        except Exception as error:  # noqa: BLE001 (of this column alone: noted by its reader)
-            found.append(error)
+        found += _one(partial(open_column, store, device_id, device, key, name, whole=whole))
     return found
+
+
+def _opening(
+    store: PoolContext, device_id: str, columns: Sequence[tuple[str, ColumnName]], whole: bool
+) -> Callable[[], Opened]:
+    """_open_all as a call, in two halves where it is one request."""
+    made = partial(_open_all, store, device_id, columns, whole)
+    device = store.view.devices[device_id]
+    if len(columns) > 1 or host_disk(device) is None:
+        return made
+    key, name = columns[0]
+
+    def begin() -> Sent[Opened] | None:
+        sent = begin_column(store, device_id, device, key, name, whole=whole)
+        if sent is None:
+            return None
+
+        def finish() -> Opened:
+            try:
+                return [sent.finish()]
+            except Unfinished as error:
+                raise Unfinished(error.rest and partial(_one, error.rest)) from error
+            except Exception as error:  # noqa: BLE001 (of this column alone: noted by its reader)
+                return [error]
+
+        return sent.with_finish(finish)
+
+    return SplitCall(begin, made)
+
+
+def _one(opening: Callable[[], ColumnReader]) -> Opened:
+    try:
+        return [opening()]
+    except Exception as error:  # noqa: BLE001 (of this column alone: noted by its reader)
+        return [error]
 
 
 def _close(future: Future[Opened]) -> None:

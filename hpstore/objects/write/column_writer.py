@@ -17,7 +17,7 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, WriteHandle
 from hpstore.devices.horizon_guard import HorizonGuard, HorizonPassed, RecordReplaced
-from hpstore.devices.host_disks import host_disk, make_file
+from hpstore.devices.host_disks import begin_file, begin_publish, host_disk, make_file
 from hpstore.errors import DeviceError, DeviceTimeout, HpstoreError
 from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
 from hpstore.format.keys import Kind, NameTags, Version
@@ -27,6 +27,7 @@ from hpstore.objects.shared_looks import SharedLook, look_at_devices
 from hpstore.objects.survey import ColumnFile, path_on
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.deadline_wait import QUICK_SECONDS, Patience, wait_awake
+from hpstore.runtime.split_calls import Sent, SplitCall, Unfinished
 
 _log = logging.getLogger(__name__)
 _RECORD_TRIES = 16  # of a name, while the record of membership is replaced
@@ -87,6 +88,29 @@ class ColumnWriter:
             self._make(buffers, sync=True)
             self.sealed = True
 
+    def writing_whole(self, buffers: Sequence[Bytes]) -> Callable[[], None]:
+        """write_whole as a call, in two halves where the device has them."""
+        whole = partial(self.write_whole, buffers)
+        if host_disk(self.device) is None:
+            return whole
+        return SplitCall(partial(self._begin_whole, buffers), whole)
+
+    def _begin_whole(self, buffers: Sequence[Bytes]) -> Sent[None] | None:
+        if self.failed is not None:
+            return None
+        page, tail = self._ends()
+        sent = begin_file(
+            self.device,
+            self.header.file_bytes,
+            [page, *buffers, tail],
+            vital=self.header.kind is Kind.TOMBSTONE,
+            sync=True,
+        )
+        return None if sent is None else sent.then(self._made_whole)
+
+    def _made_whole(self, handle: WriteHandle) -> None:
+        self._handle, self.sealed = handle, True
+
     def fill(self, buffers: Sequence[Bytes]) -> None:
         """As write_whole; sync() makes the bytes durable."""
         if self.failed is None:
@@ -133,6 +157,15 @@ class ColumnWriter:
         """Give the file its name. Raises HorizonPassed, without a name."""
         assert self._handle is not None
         self._handle.publish(self.path, guard)
+
+    def begin_publish(self, guard: HorizonGuard) -> Sent[None] | None:
+        """publish in two halves; None where the device has none."""
+        assert self._handle is not None
+        sent = begin_publish(self.device, self._handle, self.path, guard)
+        return None if sent is None else sent.then(self._published)
+
+    def _published(self, _: None) -> None:
+        self.published = True
 
     def publish(self, guard: HorizonGuard) -> None:
         """Give the file its name; durable on return. Raises HorizonPassed, without a name."""
@@ -299,15 +332,50 @@ class ColumnSet:
     def finish(self) -> None:
         """Seal and publish every column that is alive. Raises MembershipMoved, HorizonPassed."""
         sealed = all(column.sealed for column in self.alive())
-        self.settle(
-            self.begin(lambda column: partial(self._finish_one, column), "name" if sealed else "")
-        )
+        self.settle(self.begin(self._finishing, "name" if sealed else ""))
         with self._lock:
             self._decided = True
+
+    def _finishing(self, column: ColumnWriter) -> Callable[[], None]:
+        whole = partial(self._finish_one, column)
+        if not column.sealed or host_disk(column.device) is None:
+            return whole
+        return SplitCall(partial(self._begin_name, column), whole)
 
     def _finish_one(self, column: ColumnWriter) -> None:
         column.seal()
         self.name_one(column, column.publish)
+
+    def _begin_name(self, column: ColumnWriter) -> Sent[None] | None:
+        """name_one by `publish` in two halves, where the device compares the membership itself."""
+        guard = self._compared_there(column)
+        if guard is None or not self._may_begin(column):
+            return None
+        sent = column.begin_publish(guard)
+        if sent is None:
+            self._has_no_name(column)
+            return None
+
+        def finish() -> None:
+            try:
+                sent.finish()
+            except (HorizonPassed, RecordReplaced, Unfinished) as error:
+                self._has_no_name(column)
+                if isinstance(error, RecordReplaced):
+                    raise Unfinished from error
+                raise
+
+        return sent.with_finish(finish)
+
+    def _may_begin(self, column: ColumnWriter) -> bool:
+        """Whether a column that is about to get its name does not come too late for it."""
+        with self._lock:
+            column.begun = not self._decided and column.failed is None
+            return column.begun
+
+    def _has_no_name(self, column: ColumnWriter) -> None:
+        with self._lock:
+            column.begun = False
 
     def name_one(self, column: ColumnWriter, name: Callable[[HorizonGuard], None]) -> None:
         """Give a sealed column its name by `name`, on the lane of its device. Not when it comes too
@@ -319,16 +387,12 @@ class ColumnSet:
             if guard is None:
                 self.check_generation(column)
                 guard = self._guard(column)
-            with self._lock:
-                late = self._decided or column.failed is not None
-                column.begun = not late
-            if late:
+            if not self._may_begin(column):
                 return
             try:
                 name(guard)
             except (HorizonPassed, RecordReplaced) as error:
-                with self._lock:
-                    column.begun = False  # it has no name
+                self._has_no_name(column)
                 if isinstance(error, HorizonPassed):
                     raise
             else:

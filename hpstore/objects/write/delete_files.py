@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
+from hpstore.devices.host_disks import begin_retire, host_disk
 from hpstore.objects.context import PATIENCE, PoolContext
 from hpstore.objects.survey import ColumnFile, path_on
 from hpstore.runtime.deadline_wait import Patience
+from hpstore.runtime.split_calls import SplitCall
 
 
 def remove_files(store: PoolContext, key: str, files: Iterable[ColumnFile]) -> int:
@@ -27,12 +30,16 @@ def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) ->
             by_device[file.device].append((key, file))
 
     def retire(device_id: str) -> Callable[[], None]:
-        def run() -> None:
-            device = store.view.devices[device_id]
-            for key, file in by_device[device_id]:
-                device.retire(path_on(device, key, file.name))
+        device = store.view.devices[device_id]
+        paths = [path_on(device, key, file.name) for key, file in by_device[device_id]]
 
-        return run
+        def run() -> None:
+            for path in paths:
+                device.retire(path)
+
+        if len(paths) > 1 or host_disk(device) is None:
+            return run
+        return SplitCall(partial(begin_retire, device, paths[0]), run)
 
     count = sum(len(found) for found in by_device.values())
     if not count:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from hpstore.devices.base import Usage
 from hpstore.devices.horizon_guard import HorizonPassed
@@ -107,7 +106,7 @@ def write_columns(
     done = False
     try:
         if not geometry.size:
-            columns.settle(columns.begin(lambda column: partial(column.write_whole, ()), "empty"))
+            columns.settle(columns.begin(lambda column: column.writing_whole(()), "empty"))
         elif not whole:
             columns.create()
         if not columns.failures():  # else plan again, while no byte has moved

@@ -248,7 +248,7 @@ class StripeWriter:
         columns = self._pack(batch, source, memory)
         if self._whole:
             return self._columns.begin(
-                lambda column: lambda: column.write_whole([columns[column.header.column]]),
+                lambda column: column.writing_whole([columns[column.header.column]]),
                 f"write {batch.column_bytes.bit_length()}",
             )
         return self._start(batch, {number: [row] for number, row in enumerate(columns)})
