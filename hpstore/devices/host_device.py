@@ -318,7 +318,15 @@ class HostDevice:
         self._sectors[HORIZON] = sector[:COUNTER_BYTES]
 
     def stamp(self, path: str) -> Stamp | None:
-        found = self._links.json("stamp", {"path": path}, again=True)
+        return self._stamped(self._links.call("stamp", {"path": path}, again=True))
+
+    def begin_stamp(self, path: str) -> Sent[Stamp | None] | None:
+        """As HostDisk has it."""
+        sent = self._links.begin("stamp", {"path": path}, again=True)
+        return None if sent is None else sent.then(self._stamped)
+
+    def _stamped(self, answer: bytes) -> Stamp | None:
+        found = self._links.decoded(answer)
         return None if found is None else self._stamp(found)
 
     def delete(self, path: str) -> None:

@@ -1,5 +1,7 @@
 """Heads of HTTP/1.1 messages: llhttp reads them, in its strict mode. Bodies never come here.
 
+Those that hpstore sends itself are known by their form, to the byte, and not parsed.
+
 A head is bounded before it is parsed. Each one gets a parser of its own, so nothing of a message
 can reach into the next; a body is what Content-Length says, and no other framing is understood
 (docs/decisions/0135).
@@ -13,11 +15,22 @@ from dataclasses import dataclass, field
 import httptools
 
 from hpstore.errors import IntegrityError
+from hpstore.format.host_calls import ARGS, CLOSE, DEADLINE, SESSION
 from hpstore.format.untrusted_bytes import brief
 
 MOST_HEAD_BYTES = 8192
 END = b"\r\n\r\n"
 _NUMBER = re.compile(rb"(?:0|[1-9][0-9]{0,15})")
+# what hpstore itself sends, to the byte, and nothing else: these take a tenth of llhttp's time
+_OWN_REQUEST = re.compile(
+    rb"POST (/v1/[0-9]{1,4}/[a-z_]{1,32}) HTTP/1\.1\r\nHost: [!-~]{1,255}\r\n"
+    rb"Hpd-Session: ([0-9a-f]{32})\r\nHpd-Deadline-Ms: ([1-9][0-9]{0,8})\r\n"
+    rb"Hpd-Args: (\{[ -~]*\})\r\n(?:Hpd-Close: ([0-9a-f,]{32,})\r\n)?"
+    rb"Content-Length: (0|[1-9][0-9]{0,15})\r\n\r\n"
+)
+_OWN_ANSWER = re.compile(
+    rb"HTTP/1\.1 ([1-9][0-9]{2}) -\r\nContent-Length: (0|[1-9][0-9]{0,15})\r\n\r\n"
+)
 _ASCII = re.compile(rb"[\r\n\x20-\x7e]*")
 
 
@@ -54,6 +67,18 @@ class _Collector:
 
 def request_head(data: bytes) -> Head:
     """The head of a request, with its blank line. Raises IntegrityError for any but one POST."""
+    own = _OWN_REQUEST.fullmatch(data) if len(data) <= MOST_HEAD_BYTES else None
+    if own is None:
+        return any_request_head(data)
+    target, session, deadline, args, close, length = own.groups()
+    fields = {SESSION: session.decode(), DEADLINE: deadline.decode(), ARGS: args.decode()}
+    if close is not None:
+        fields[CLOSE] = close.decode()
+    return Head(target=target.decode(), body_bytes=int(length), fields=fields)
+
+
+def any_request_head(data: bytes) -> Head:
+    """The same by llhttp, whatever has sent it."""
     found = _Collector()
     parser = httptools.HttpRequestParser(found)
     fields = _parsed(parser, found, data)
@@ -64,6 +89,14 @@ def request_head(data: bytes) -> Head:
 
 def answer_head(data: bytes) -> Head:
     """The head of an answer. Raises IntegrityError."""
+    own = _OWN_ANSWER.fullmatch(data)
+    if own is not None:
+        return Head(status=int(own[1]), body_bytes=int(own[2]))
+    return any_answer_head(data)
+
+
+def any_answer_head(data: bytes) -> Head:
+    """The same by llhttp."""
     found = _Collector()
     parser = httptools.HttpResponseParser(found)
     fields = _parsed(parser, found, data)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import BLAMELESS, READABLE, Device, DirectoryEntry, ReadHandle
-from hpstore.devices.host_disks import HostDisk, ReadAhead, host_disk
+from hpstore.devices.host_disks import HostDisk, host_disk, read_ahead
 from hpstore.devices.wrappers import DeviceWrapper, WrappedReader
 from hpstore.errors import DeviceMissing, ReadAbandoned
 from hpstore.health.detect.io_recorder import OPERATIONS, IoOutcome, IoRecorder, Operation
@@ -142,7 +142,8 @@ class _Reader(WrappedReader):
 
     def read_into(self, offset: int, target: Bytes) -> None:
         inner = self.inner
-        if isinstance(inner, ReadAhead) and inner.holds(offset, len(target)):
+        ahead = read_ahead(inner)
+        if ahead is not None and ahead.holds(offset, len(target)):
             inner.read_into(offset, target)  # no read of the device: it came when that was opened
             return
         self._device.meter.call(_READ, len(target), lambda: inner.read_into(offset, target))
