@@ -21,12 +21,14 @@ from hpstore.devices.durable_names import MOST, DurableNames
 from hpstore.devices.file_handles import gone, is_full, open_root, raise_local_error
 from hpstore.devices.file_modes import Modes, make_directory, modes_on
 from hpstore.devices.local_counters import LocalCounters
+from hpstore.devices.mount_table import read_mounts
 from hpstore.errors import DeviceError, DeviceMissing
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.keys import OBJECTS
 
 _log = logging.getLogger(__name__)
 _PUBLISH_TRIES = 16
+_IN_MEMORY = {"tmpfs", "ramfs"}
 _LISTING_SECONDS = 0.05  # of listings of many directories at once
 
 
@@ -54,6 +56,7 @@ class LocalFiles(LocalCounters):
         self._roots: dict[int, int] = {}  # process id -> root descriptor; see root_fd
         self._durable: dict[int, DurableNames] = {}  # process id -> what it knows; no lock: root_fd
         self._identity: tuple[int, int] | None = None
+        self._in_memory: bool | None = None  # once it was looked at
         self._take_modes(self.root_fd())
 
     def _take_modes(self, root: int) -> None:
@@ -85,6 +88,20 @@ class LocalFiles(LocalCounters):
         if winner != fd:
             os.close(fd)
         return winner
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its filesystem has no disk behind it: O_DIRECT is taken there, and means
+        nothing. False where that cannot be found out."""
+        if self._in_memory is None:
+            number = os.fstat(self.root_fd()).st_dev
+            name = f"{os.major(number)}:{os.minor(number)}"
+            try:
+                found = {mount.filesystem for mount in read_mounts() if mount.number == name}
+            except OSError:
+                found = set()
+            self._in_memory = bool(found) and found <= _IN_MEMORY
+        return self._in_memory
 
     @contextlib.contextmanager
     def _guard(self, operation: str, *, absent_is_gone: bool = False) -> Iterator[int]:

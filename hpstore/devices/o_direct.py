@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import struct
 
@@ -30,9 +31,12 @@ def statx_alignment(fd: int) -> tuple[int, int] | None:
     return memory, offset
 
 
+def is_direct(fd: int) -> bool:
+    """Whether reads of a descriptor go past the page cache. Raises OSError."""
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
 def set_direct(fd: int, *, on: bool) -> None:
     """Switch O_DIRECT of an open descriptor. Raises OSError where it is not taken."""
-    import fcntl
-
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)

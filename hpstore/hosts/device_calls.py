@@ -22,6 +22,7 @@ from hpstore.devices.horizon_guard import (
     decode_counter,
 )
 from hpstore.devices.local import LocalDevice
+from hpstore.devices.o_direct import set_direct
 from hpstore.errors import DeviceError, IntegrityError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
@@ -218,6 +219,8 @@ def _open(device: LocalDevice, sessions: CallerSessions, request: Request) -> by
     except BaseException:
         reader.close()
         raise
+    if device.in_memory:  # so that _read sends its pages as they are
+        set_direct(reader.descriptor, on=False)
     _keep(sessions, request, HeldFile(reader, request.disk, reader.close, shared=True))
     return encode_opened((status.st_ino, status.st_mtime_ns, status.st_size), found)
 

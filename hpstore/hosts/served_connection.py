@@ -11,13 +11,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from hpstore.devices.file_handles import LocalReader, LocalWriter
+from hpstore.devices.o_direct import is_direct
 from hpstore.errors import BudgetExceeded, DeviceError, HpstoreError, IntegrityError
 from hpstore.format.disk_looks import decode_wanted, encode_looks
 from hpstore.format.geometry import ALIGNMENT_BYTES
@@ -270,8 +271,11 @@ class ServedConnection:
         """Answer with bytes of a file, piece by piece. The first is read before the answer begins:
         an error of a later one can only cut it, and the caller asks for all at once then."""
         offset, nbytes = number(request.args, "offset"), number(request.args, "nbytes")
-        piece = nbytes if request.args["whole"] is True else self._shared.limits.piece_bytes
-        piece = min(piece, nbytes)
+        whole = request.args["whole"] is True
+        piece = nbytes if whole else min(nbytes, self._shared.limits.piece_bytes)
+        if not whole and self._stream.sends_files and self._is_cached(request):
+            self._send_pages(disk, request, offset, nbytes)
+            return
         lease = self._lease(piece)
         try:
             for start in range(0, nbytes, piece):
@@ -288,15 +292,41 @@ class ServedConnection:
         finally:
             lease.release()
 
+    def _is_cached(self, request: Request) -> bool:
+        """Whether a file is read by the page cache. Raises UnknownHandle."""
+        with self._reader(request) as reader:
+            return not is_direct(reader.descriptor)
+
+    @contextlib.contextmanager
+    def _reader(self, request: Request) -> Iterator[LocalReader]:
+        handle = str(request.args["handle"])
+        with self._shared.sessions.use(request.session, handle, request.disk) as item:
+            yield of_kind(item, LocalReader)
+
+    def _send_pages(self, disk: ExportedDisk, request: Request, offset: int, nbytes: int) -> None:
+        """Answer with bytes of a file out of the page cache. Whatever goes wrong cuts the answer:
+        the caller asks again then, for all at once."""
+        piece = self._shared.limits.piece_bytes
+        for start in range(0, nbytes, piece):
+            self._stream.limit(self._shared.limits.body_seconds)
+            head = b"" if start else _head(200, nbytes)
+            try:
+                with self._reader(request) as reader:
+                    self._stream.send_file(
+                        head,
+                        reader.descriptor,
+                        offset + start,
+                        min(piece, nbytes - start),
+                        lambda: disk.call(self._left_seconds()),
+                    )
+            except (HpstoreError, OSError) as error:
+                raise _Cut(str(error)) from error
+
     def _read_piece(
         self, disk: ExportedDisk, request: Request, offset: int, target: memoryview
     ) -> None:
-        sessions, handle = self._shared.sessions, str(request.args["handle"])
-        with (
-            sessions.use(request.session, handle, request.disk) as item,
-            disk.call(self._left_seconds()),
-        ):
-            of_kind(item, LocalReader).read_into(offset, np.frombuffer(target, np.uint8))
+        with self._reader(request) as reader, disk.call(self._left_seconds()):
+            reader.read_into(offset, np.frombuffer(target, np.uint8))
 
     def _write(self, disk: ExportedDisk, request: Request, left: list[int]) -> None:
         """Write a body to a new file, piece by piece; the kernel receives the next meanwhile."""

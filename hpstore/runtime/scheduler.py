@@ -237,7 +237,9 @@ class Scheduler:
                 wait_for_enough(futures, deadline_seconds, patience, late)
                 self.note_late(futures, began)
             waited = min(deadline_seconds, time.monotonic() - began)
-            results |= {d: outcome(future, d, waited) for d, future in futures.items()}
+            for device, future in futures.items():
+                answer = outcome(future, device, waited)
+                results[device] = answer
         measured = brief and asked and left is None
         if measured and not any(isinstance(r, DeviceTimeout) for r in results.values()):
             seconds = (time.monotonic() - began) / len(asked)

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from hpstore.runtime.call_tours import settle
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 U = TypeVar("U")
 Call = Callable[[], Any]
 SOON_SECONDS = 0.005  # for answers that the sending thread waits for
@@ -31,7 +32,7 @@ class Unfinished(Exception):
         self.rest = rest
 
 
-class Sent(Generic[T]):
+class Sent(Generic[T_co]):
     """A request that was sent. One thread at a time.
 
     Parameters
@@ -54,7 +55,7 @@ class Sent(Generic[T]):
         self,
         fileno: int,
         arrived: Callable[[], bool | None],
-        finish: Callable[[], T],
+        finish: Callable[[], T_co],
         drop: Callable[[], None],
     ) -> None:
         self.fileno, self.arrived, self.finish, self.drop = fileno, arrived, finish, drop
@@ -63,7 +64,7 @@ class Sent(Generic[T]):
         """The same request, with another last half, which runs this one's."""
         return Sent(self.fileno, self.arrived, finish, self.drop)
 
-    def then(self, act: Callable[[T], U]) -> Sent[U]:
+    def then(self, act: Callable[[T_co], U]) -> Sent[U]:
         """The same request; its answer goes through `act`, which must not wait: it raises
         Unfinished in the place of that."""
         return self.with_finish(lambda: act(self.finish()))

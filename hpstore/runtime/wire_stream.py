@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import re
 import select
 import socket
 import ssl
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 from hpstore.errors import IntegrityError
 from hpstore.runtime.http_heads import END, MOST_HEAD_BYTES
@@ -223,6 +226,43 @@ class WireStream:
                 views[0] = views[0][sent:]
             if views and time.monotonic() > until:
                 raise TimeoutError("what was sent is not taken")
+
+    @property
+    def sends_files(self) -> bool:
+        """Whether send_file() can be used."""
+        return not self._tls
+
+    def send_file(
+        self,
+        head: bytes,
+        file: int,
+        offset: int,
+        nbytes: int,
+        turn: Callable[[], AbstractContextManager[object]],
+    ) -> None:
+        """Send a head and bytes of a file out of the page cache, which are copied nowhere.
+
+        The file is read within `turn()`, the other side is waited for outside of it. Raises OSError
+        in the middle of a message, also where the file cannot be read or ends early.
+        """
+        self._limit_sending()
+        done, until = 0, time.monotonic() + self._seconds
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        try:
+            if head:
+                self._sock.send(head, socket.MSG_MORE)
+            self._sock.setblocking(False)
+            while done < nbytes:
+                if not poll.poll(1000 * max(0.0, until - time.monotonic())):
+                    raise TimeoutError("what was sent is not taken")
+                with turn(), contextlib.suppress(BlockingIOError):  # room for less than a page
+                    count = os.sendfile(self._sock.fileno(), file, offset + done, nbytes - done)
+                    if not count:
+                        raise OSError(errno.EIO, "a file ends before its size")
+                    done += count
+        finally:
+            self._sock.setblocking(True)
 
     def silent(self) -> bool:
         """Whether nothing came between two messages, not even the end of the connection."""

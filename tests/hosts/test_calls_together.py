@@ -132,7 +132,7 @@ def test_what_is_interrupted_leaves_nothing_open(
         def begin(links: HostLinks, asked: str, *rest: Any, **how: Any) -> Any:
             sent = plain(links, asked, *rest, **how)
             if asked == interrupted and sent is not None:  # noqa: B023 (used within this turn)
-                sent.arrived = interrupt  # type: ignore[assignment]
+                sent.arrived = interrupt
             return sent
 
         with monkeypatch.context() as patch:
@@ -167,5 +167,7 @@ def test_a_range_is_free_when_its_last_write_has_failed(services: list[HostServi
     assert sent is not None
     sent.finish()
     assert not again.taken
-    assert device.hold(0, 512).content[:1] == b"x"
+    after = device.hold(0, 512)
+    assert after.taken
+    assert after.content[:1] == b"x"
     device.close()

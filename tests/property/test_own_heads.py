@@ -74,6 +74,37 @@ def test_a_request_that_was_changed_is_read_alike_or_refused_alike(
     assert own == other
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Length: 7", "Length: 07"),
+        ("Length: 7", "Length: 7 "),
+        ("Length: 7", "Length: +7"),
+        ("Length: 7", "Length: 7\r\nContent-Length: 8"),
+        ("Length: 7", "Length: 7\r\nTransfer-Encoding: chunked"),
+        ("HTTP/1.1", "HTTP/1.0"),
+        ("POST", "GET"),
+        ("Host: b", "Host: b\r\n folded"),
+        ("{}", "{}\r\nUpgrade: h2c"),
+        ("{}", "{\x7f}"),
+    ],
+)
+def test_a_request_that_is_nearly_ours_is_read_as_llhttp_reads_it(old: str, new: str) -> None:
+    plain = REQUEST.format(
+        disk=0,
+        operation="look",
+        host="b",
+        session="0" * 32,
+        deadline=5,
+        args="{}",
+        close="",
+        length=7,
+    )
+    assert old in plain
+    own, other = read(plain.replace(old, new).encode("latin-1"))
+    assert own == other
+
+
 @given(st.integers(100, 999), st.integers(0, 10**15), st.binary(max_size=1), st.integers(0, 30))
 def test_an_answer_is_read_as_llhttp_reads_it(
     status: int, length: int, more: bytes, at: int

@@ -42,7 +42,8 @@ class Peer:
         self.side = listener.accept()[0]
         listener.close()
         self.log, self.name, self.dropped = log, name, False
-        self.idle, self.then = True, lambda answer: answer
+        self.idle = True
+        self.then: Callable[[bytes], Any] = bytes
         self.thread = ""
 
     def call(self) -> SplitCall[Any]:
@@ -120,7 +121,11 @@ def test_what_is_late_goes_on_elsewhere(
     peers: dict[str, Peer], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others have their answers; so has this one when it comes, an answer that came in part
-    included."""
+    and one that needs more included."""
+
+    def more(answer: bytes) -> bytes:
+        raise Unfinished(lambda: answer + b" and more")
+
     monkeypatch.setattr(split_calls, "SOON_SECONDS", 0.05)
     peers["a"].side.sendall(ANSWER)
     peers["b"].side.sendall(ANSWER[:-1])
@@ -130,8 +135,9 @@ def test_what_is_late_goes_on_elsewhere(
     assert not futures["c"].done()
     peers["b"].side.sendall(ANSWER[-1:])
     assert futures["b"].result(LIMIT_SECONDS) == b"ok"
+    peers["c"].then = more
     peers["c"].side.sendall(ANSWER)
-    assert futures["c"].result(LIMIT_SECONDS) == b"ok"
+    assert futures["c"].result(LIMIT_SECONDS) == b"ok and more"
     assert peers["c"].thread.startswith("hpstore-c")
 
 

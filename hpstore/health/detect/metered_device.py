@@ -20,6 +20,7 @@ from hpstore.runtime.split_calls import Sent, Unfinished
 
 T = TypeVar("T")
 _HARMLESS = (FileNotFoundError, *READABLE)  # say nothing of a device's strength
+_UNJUDGED = (Unfinished, *BLAMELESS)  # the device was not asked, or has not answered yet
 _READ, _META = int(Operation.READ), int(Operation.META)
 _ERROR, _CHECKSUM, _CUT = int(IoOutcome.ERROR), int(IoOutcome.CHECKSUM), int(IoOutcome.CUT)
 
@@ -34,7 +35,7 @@ class DeviceMeter:
         self, recorder: IoRecorder, now: Callable[[], float], wake: Callable[[], None]
     ) -> None:
         self.recorder, self.now, self._wake = recorder, now, wake
-        self.blameless: tuple[type[Exception], ...] = BLAMELESS
+        self.blameless: tuple[type[Exception], ...] = _UNJUDGED
         self.asleep = True  # until whoever drains has been woken, in each process
 
     def begin(self, now_seconds: float) -> int:
@@ -95,7 +96,7 @@ class DeviceMeter:
         except ReadAbandoned:  # no quick read; but that it took long counts
             outcome = _CUT
             raise
-        except (Unfinished, *self.blameless):  # neither an error nor a quick read
+        except self.blameless:  # neither an error nor a quick read
             recorder.leave(ticket)
             raise
         except _HARMLESS:
@@ -114,7 +115,7 @@ class MeteredDevice(DeviceWrapper):
         self.meter = meter
         # a host or a store that is away says nothing of its disks
         if host_disk(inner) is not None or inner.mode == "remote":
-            meter.blameless = (DeviceMissing, *BLAMELESS)
+            meter.blameless = (DeviceMissing, *_UNJUDGED)
 
     @property
     def host_disk(self) -> HostDisk | None:
