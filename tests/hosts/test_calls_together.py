@@ -17,6 +17,7 @@ from hpstore.devices.host_device import HostDevice
 from hpstore.devices.host_links import HostLinks
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceError
+from hpstore.format.host_calls import PROTOCOL
 from hpstore.hosts.admission import Admit, admit_all, admit_certified
 from hpstore.hosts.caller_roles import CallerRole
 from hpstore.hosts.certificates import make_caller, make_host
@@ -171,3 +172,13 @@ def test_a_range_is_free_when_its_last_write_has_failed(services: list[HostServi
     assert after.taken
     assert after.content[:1] == b"x"
     device.close()
+
+
+@pytest.mark.parametrize("older", ["hpstore.hosts.device_calls", "hpstore.devices.host_device"])
+def test_an_older_service_or_process_is_refused_by_name(
+    services: list[HostService], monkeypatch: pytest.MonkeyPatch, older: str
+) -> None:
+    """When the device is opened, before anything is asked of it; the error says what to do."""
+    monkeypatch.setattr(f"{older}.PROTOCOL", PROTOCOL - 1)
+    with pytest.raises(DeviceError, match=f"speaks protocol .*{PROTOCOL}.*upgrade the older"):
+        HostDevice(f"hpd://127.0.0.1:{services[0].address[1]}/0", seconds=LIMIT_SECONDS)
