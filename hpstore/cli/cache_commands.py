@@ -84,19 +84,24 @@ def play(
     )
     rooms = capacities_of(percents, found.blocks)
     rows = list(compare(found.requests, found.blocks, rooms, named, batch=batch))
-    if plot is not None:
-        _draw(plot, trace.name, found, rows)
     if as_json:
         emit_json(_facts(found, rows))
-        return
+    else:
+        _print(trace.name, named, found, rows)
+    if plot is not None:  # last: a picture that cannot be written leaves the figures
+        _draw(plot, trace.name, found, rows)
+        sys.stderr.write(f"drawn: {plot}\n")
+
+
+def _print(
+    name: str, policies: tuple[str, ...], found: RecordedTrace, rows: list[CapacityRow]
+) -> None:
     sys.stdout.write(
-        f"{trace.name}: {len(found.requests):,} requests of {found.blocks:,} blocks, "
+        f"{name}: {len(found.requests):,} requests of {found.blocks:,} blocks, "
         f"{found.format}{', cut' if found.cut else ''}; hit ratios in %\n"
     )
     best = ("best plain", "difference") if any(r.difference is not None for r in rows) else ()
-    table("", ("blocks", "share", *named, *best), [_line(found, row) for row in rows])
-    if plot is not None:
-        sys.stdout.write(f"drawn: {plot}\n")
+    table("", ("blocks", "share", *policies, *best), [_line(found, row) for row in rows])
 
 
 def _line(found: RecordedTrace, row: CapacityRow) -> tuple[str, ...]:

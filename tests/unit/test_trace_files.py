@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hpstore.cli import app
 from hpstore.errors import ConfigError
-from hpstore.loaders.traces import trace_files
+from hpstore.loaders.traces import trace_comparison, trace_files
 from hpstore.loaders.traces.trace_files import read_trace
 
 RECORD = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
@@ -70,6 +70,14 @@ def test_msr_requests_are_those_of_blocks_and_volumes_are_apart(tmp_path: Path) 
         ("4\n6\n4\n", "", [0, 1, 0]),
         ("k;v\n4;1\n6;2\n4;3\n", "k", [0, 1, 0]),
         ("4;1\n6;2\n4;1\n", "2", [0, 1, 0]),
+        ("1|7|5\r\n2|9|5\r\n3|7|5\r\n", "", [0, 1, 0]),
+        ("1  7 5\n2 9  5\n3 7 5\n", "", [0, 1, 0]),
+        ("\ufeffkey,time,size\n7,1,5\n9,2,5\n7,3,5\n", "", [0, 1, 0]),
+        ("size,ttl,key,op\n5,1,k1,get\n5,1,k2,get\n5,1,k1,get\n", "", [0, 1, 0]),
+        ("1,a,5\n2,b,5\n3,a,5\n", "", [0, 1, 0]),
+        ("a\nb\na\n", "", [0, 1, 0]),
+        ("t1,obj2,size3\n1,7,5\n2,9,5\n3,7,5\n", "", [0, 1, 0]),
+        ("a,2\nb,3\na,4\n", "1", [0, 1, 0]),
     ],
 )
 def test_csv_by_its_header_by_place_or_by_the_column_named(
@@ -79,6 +87,32 @@ def test_csv_by_its_header_by_place_or_by_the_column_named(
     path.write_text(text)
     found = read_trace(path, column=column).requests
     assert len(set(zip(found.tolist(), expected, strict=True))) == 2
+    assert len(set(found.tolist())) == 2
+
+
+def test_a_name_decides_on_bytes_that_are_no_text_alone(tmp_path: Path) -> None:
+    (tmp_path / "oracle_db.csv").write_text("1,a,5\n2,b,5\n3,a,5\n4,c,6\n")  # 24 bytes
+    assert read_trace(tmp_path / "oracle_db.csv").format == "csv"
+
+
+def test_msr_may_have_a_header_and_lines_of_windows(tmp_path: Path) -> None:
+    path = tmp_path / "hm_1.csv"
+    path.write_text("Timestamp,Hostname,DiskNumber,Type,Offset,Size,Response\n" + MSR)
+    assert read_trace(path).requests.tolist() == [0, 1, 1, 2]
+    path.write_bytes(MSR.replace("\n", "\r\n").encode())
+    assert read_trace(path).requests.tolist() == [0, 1, 1, 2]
+
+
+def test_a_zstd_file_that_is_cut_anywhere_is_an_error(tmp_path: Path) -> None:
+    """Within a frame, whatever record that ends at; two whole frames are read."""
+    zstandard = pytest.importorskip("zstandard")
+    frame, path = zstandard.compress(oracle(list(range(1000)))), tmp_path / "a.oracle.zst"
+    for kept in (3, len(frame) // 2, len(frame) - 1, len(frame) + 2, 2 * len(frame) - 1):
+        path.write_bytes((frame + frame)[:kept])
+        with pytest.raises(ConfigError, match="within a zstd frame"):
+            read_trace(path)
+    path.write_bytes(frame + frame)
+    assert len(read_trace(path).requests) == 2000
 
 
 def test_a_limit_cuts_and_says_so(tmp_path: Path) -> None:
@@ -97,11 +131,16 @@ def test_a_limit_cuts_and_says_so(tmp_path: Path) -> None:
         ("t.oracle", b"", "no requests"),
         ("t.oracle.gz", b"no gzip", "cannot be read"),
         ("t.oracle.gz", gzip.compress(b"x" * 240, mtime=0)[:-9], "cannot be read"),
-        ("t.csv", b"1,2,3\n4,\n5\n", "line 3 has no column 2"),
+        ("t.csv", b"1,2,3\n4,1\n5\n", "line 3 has no column 2"),
         ("t.csv", b"1" * 100_000, "65536 bytes"),
         ("hm.csv", b"1,hm,1,Read,-4096,512,1\n", "line 1: a request"),
         ("hm.csv", b"1,hm,1,Read,0,9999999999999999,1\n", "more than"),
         ("hm.csv", MSR.encode() + b"x\n", "line 4 has no offset"),
+        ("hm.csv", b"1,hm,1,Read,0,-512,1\n", "line 1: a request of -512"),
+        ("hm.csv", b"1,hm,1,Read,4611686018427387904,512,1\n", "line 1: a request"),
+        ("t.csv", b"1,7,5\n2,,5\n", "line 2 has nothing in column 2"),
+        ("t.csv", "1,7,5\n2,9,5\n".encode("utf-16"), "UTF-16"),
+        ("t.csv", "1,7,5\n2,9,5\n".encode("utf-16-be"), "UTF-16"),
     ],
 )
 def test_other_bytes_are_one_error_that_names_the_place(
@@ -175,6 +214,27 @@ def test_the_command_draws_a_picture_and_refuses_what_it_cannot(
         assert "drawn: hit-ratios.png" in done.output
         assert Path("hit-ratios.png").read_bytes().startswith(b"\x89PNG")
         Path("hit-ratios.png").unlink()
+    done = CliRunner().invoke(app, [*words, "--plot", str(tmp_path / "none" / "p.png")])
+    assert isinstance(done.exception, ConfigError)
+    assert "200 requests" in done.stdout  # the figures are there
     for more in (["--policies", "lur"], ["--capacity", "0"], ["--batch", "0"]):
         found = CliRunner().invoke(app, [*words, *more])
         assert isinstance(found.exception, ConfigError)
+
+
+def test_a_trace_of_one_request_has_no_hits(tmp_path: Path) -> None:
+    path = tmp_path / "one.csv"
+    path.write_text("5")
+    done = CliRunner().invoke(app, ["cache", "simulate", str(path), "--json"])
+    (row,) = json.loads(done.stdout)["capacities"]
+    assert set(row["hit_ratios"].values()) == {0.0}
+
+
+def test_the_library_and_python_give_equal_ratios(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever pieces the library gets the requests."""
+    requests = np.random.default_rng(1).zipf(1.2, 3000) % 400
+    monkeypatch.setattr(trace_comparison, "_PIECE", 1000)
+    compiled = trace_comparison.plain_ratios([*trace_comparison.PLAIN], requests, 400, 40)
+    monkeypatch.setattr(trace_comparison, "installed", lambda: None)
+    found = trace_comparison.plain_ratios([*trace_comparison.PLAIN], requests, 400, 40)
+    assert compiled == pytest.approx(found)

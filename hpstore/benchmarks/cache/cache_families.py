@@ -13,9 +13,9 @@ from hpstore.benchmarks.cache.cache_traces import Int64s
 from hpstore.benchmarks.cache.trace_families import FAMILIES, HELD_OUT, family_named
 from hpstore.benchmarks.harness.measure import forget
 from hpstore.loaders.policy import simulate
-from hpstore.loaders.policy.directories import KINDS, RULES, Directories, installed
+from hpstore.loaders.policy.directories import installed
 from hpstore.loaders.policy.expert_choice import SAMPLE
-from hpstore.loaders.traces.trace_comparison import OURS, PLAIN
+from hpstore.loaders.traces.trace_comparison import OURS, PLAIN, plain_ratios
 
 SHARES = (0.03, 0.1, 0.3)  # of the blocks
 SEED = 20261130  # of requests; those of 1 were looked at when parameters were chosen
@@ -49,7 +49,7 @@ def measure_families(
 
 
 def _row(requests: Int64s, blocks: int, room: int, batch: int) -> Found:
-    ratios = _plain(requests, blocks, room)
+    ratios = plain_ratios([*PLAIN], requests, blocks, room)
     best = max(ratios, key=ratios.__getitem__)
     began = time.thread_time()
     report = simulate(requests, room, batch=batch, blocks=blocks)
@@ -69,17 +69,6 @@ def _row(requests: Int64s, blocks: int, room: int, batch: int) -> Found:
         "leader": report.expert,
         "switches": report.switches,
     }
-
-
-def _plain(requests: Int64s, blocks: int, room: int) -> dict[str, float]:
-    """Hit ratios of the plain policies: compiled, which are the same, or in Python."""
-    if installed() is None:
-        asked = requests.tolist()
-        return {name: float(np.mean([*map(m(room, blocks), asked)])) for name, m in PLAIN.items()}
-    count = KINDS.index("2Q") + 1
-    rules = Directories(RULES[:count], blocks, room, seen=np.zeros(blocks, np.uint8))
-    masks = rules.request(requests)
-    return {rule.name: float((masks >> i & 1).mean()) for i, rule in enumerate(RULES[:count])}
 
 
 def _summary(rows: list[Found]) -> Found:

@@ -6,16 +6,18 @@ Whatever the file holds, the outcome is a trace or one ConfigError that names th
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
+import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from gzip import GzipFile
 from io import BufferedReader, RawIOBase
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 import numpy as np
 import xxhash
@@ -23,6 +25,9 @@ import xxhash
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy.cache_plan import Int64s
 from hpstore.units import KIB
+
+if TYPE_CHECKING:
+    import zstandard
 
 FORMATS = ("auto", "oracle", "csv", "msr")
 MOST_REQUESTS = 20_000_000
@@ -32,15 +37,18 @@ _MOST_LINE = 1 << 16  # bytes
 _MOST_SPAN = 1 << 18  # blocks of one request: 1 GiB of 4 KiB
 _MOST_BLOCK, _MOST_VOLUMES = 1 << 44, 1 << 16
 _MOST_WINDOW = 1 << 26  # bytes, of zstd
+_FED = 1 << 10  # bytes given to zstd at a time: they become 32 MiB at most
+_PRINTED = bytes(range(32, 127)) + b"\t\r\n"
+_SPLITS = ",\t;| "
 _TEXT = 1 << 62  # numbers of objects that have none
 _ORACLE = np.dtype([("time", "<u4"), ("id", "<u8"), ("size", "<u4"), ("next", "<i8")])
 _ID_NAMES = ("obj_id", "object_id", "objid", "id", "key", "block", "lbn", "lba", "object", "obj")
 
 
 class _Stream(Protocol):
-    """What GzipFile and zstandard's readers have in common."""
+    """What GzipFile and _Frames have in common."""
 
-    def read(self, size: int, /) -> bytes: ...
+    def read(self, size: int, /) -> bytes | memoryview: ...
     def close(self) -> None: ...
 
 
@@ -130,8 +138,37 @@ def _opened(path: Path) -> BufferedReader:
         ) from None
     # a file whose window is larger is refused: the window is memory
     decompressor = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW)
-    stream = decompressor.stream_reader(raw, read_across_frames=True)
-    return BufferedReader(_Inflated(stream, raw, zstandard.ZstdError))
+    return BufferedReader(_Inflated(_Frames(raw, decompressor), raw, zstandard.ZstdError))
+
+
+class _Frames:
+    """The contents of a file of zstd frames.
+
+    A file that ends within a frame is an EOFError: zstandard's own reader takes that for the end.
+    """
+
+    def __init__(self, raw: BufferedReader, decompressor: zstandard.ZstdDecompressor) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: zstandard.ZstdDecompressionObj | None = None  # the one that has begun
+        self._rest = b""  # read from the file, of the next frame
+        self._ready = memoryview(b"")
+
+    def read(self, size: int, /) -> memoryview:
+        while not self._ready:
+            piece = self._rest or self._raw.read(_FED)
+            self._rest = b""
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("the file ends within a zstd frame: it is cut")
+                break
+            frame = self._frame or self._decompressor.decompressobj()
+            self._ready = memoryview(frame.decompress(piece))
+            self._rest, self._frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        found, self._ready = self._ready[:size], self._ready[size:]
+        return found
+
+    def close(self) -> None:
+        """The file is closed by who gave it."""
 
 
 class _Inflated(RawIOBase):
@@ -160,16 +197,26 @@ class _Inflated(RawIOBase):
 def _kind(path: Path, file: BufferedReader, given: str) -> str:
     if given != "auto":
         return given
-    stem = path.name.lower()
-    if "oracle" in stem:
-        return "oracle"
     head = file.peek(_MOST_LINE)[:_MOST_LINE]
-    line = head.split(b"\n", 1)[0].strip().split(b",")
-    if len(line) == 7 and line[3].lower() in (b"read", b"write"):
-        return "msr"
-    if b"\0" in head[:4096]:
+    # the name alone decides only where the bytes are no text
+    if "oracle" in path.name.lower() and (not head or head.translate(None, _PRINTED)):
         return "oracle"
-    return "csv"
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or _is_wide(head[:4096]):
+        raise ConfigError(f"{path} is text in UTF-16: write it as UTF-8, or name its format")
+    for line in head.split(b"\n", 2)[:2]:  # the first one may be a header
+        cells = line.strip().split(b",")
+        if len(cells) == 7 and cells[3].strip().lower() in (b"read", b"write"):
+            return "msr"
+    return "oracle" if b"\0" in head[:4096] else "csv"
+
+
+def _is_wide(head: bytes) -> bool:
+    """Whether every second byte is 0 and the others are text: UTF-16 without its mark."""
+    for first in (0, 1):
+        others, zeros = head[first::2], head[1 - first :: 2]
+        if zeros and not any(zeros) and not others.translate(None, _PRINTED):
+            return True
+    return False
 
 
 def _numbers(
@@ -220,7 +267,7 @@ def _lines(path: Path, file: BufferedReader) -> Iterator[tuple[int, str]]:
             raise ConfigError(
                 f"{path}, line {number} has {_MOST_LINE} bytes and more: this is no trace"
             )
-        line = raw.decode("utf-8", "replace")
+        line = raw.decode("utf-8-sig" if number == 1 else "utf-8", "replace")
         if line.strip():
             yield number, line
 
@@ -235,13 +282,15 @@ def _msr(path: Path, file: BufferedReader, block_bytes: int) -> Iterator[Int64s]
         try:
             offset, size = int(parts[4]), int(parts[5])
         except (IndexError, ValueError):
+            if number == 1 and "offset" in line.lower():
+                continue  # a header
             raise ConfigError(
                 f"{path}, line {number} has no offset and bytes in columns 5 and 6: "
                 "this is no MSR trace: name its format"
             ) from None
         first, last = offset // block_bytes, (offset + max(size, 1) - 1) // block_bytes
         volume = volumes.setdefault(",".join(parts[1:3])[:64], len(volumes))
-        if not 0 <= first <= last < min(_MOST_BLOCK, first + _MOST_SPAN):
+        if size < 0 or not 0 <= first <= last < min(_MOST_BLOCK, first + _MOST_SPAN):
             raise ConfigError(
                 f"{path}, line {number}: a request of {size} bytes at {offset} cannot be, or is "
                 f"of more than {_MOST_SPAN} blocks"
@@ -260,24 +309,26 @@ def _msr(path: Path, file: BufferedReader, block_bytes: int) -> Iterator[Int64s]
 def _csv(path: Path, file: BufferedReader, column: str) -> Iterator[Int64s]:
     """Objects by their text."""
     lines = _lines(path, file)
-    first = next(lines, None)
-    if first is None:
+    begin = list(itertools.islice(lines, 2))
+    if not begin:
         return
-    split = next((c for c in ",\t; " if c in first[1].strip()), ",")
-    head = _cells(first[1], split)
+    number, line = begin[0]
+    split = next((c for c in _SPLITS if c in line.strip()), ",")
+    head = [cell.strip() for cell in _cells(line, split)]
     if not head:
-        raise ConfigError(
-            f"{path}, line {first[0]} is no CSV: name the format, or give another file"
-        )
-    at = _column(path, [cell.strip() for cell in head], column)
-    # a first line without a digit in that column is a header
-    begin = [first] if any(c.isdigit() for c in head[at]) and head[at] not in (column,) else []
+        raise ConfigError(f"{path}, line {number} is no CSV: name the format, or give another file")
+    at = _column(path, head, column)
+    second = _cells(begin[1][1], split) if len(begin) > 1 else []
+    if _is_header(head, second, at, column):
+        begin = begin[1:]
     found: list[int] = []
     for number, line in itertools.chain(begin, lines):
         cells = _cells(line, split)
         if len(cells) <= at:
             raise ConfigError(f"{path}, line {number} has no column {at + 1} as the first line has")
-        found.append(_named(cells[at].strip()))
+        if not (cell := cells[at].strip()):
+            raise ConfigError(f"{path}, line {number} has nothing in column {at + 1}: no object")
+        found.append(_named(cell))
         if len(found) >= _PIECE:
             yield np.array(found, np.int64)
             found = []
@@ -285,11 +336,30 @@ def _csv(path: Path, file: BufferedReader, column: str) -> Iterator[Int64s]:
 
 
 def _cells(line: str, split: str) -> list[str]:
-    """Of one line; none where it is not CSV."""
+    """Of one line; none where it is not CSV. Several spaces are one delimiter."""
+    if split == " ":
+        return line.split()
     try:
         return next(csv.reader([line], delimiter=split), [])
     except csv.Error:
         return []
+
+
+def _is_header(head: Sequence[str], second: Sequence[str], at: int, wanted: str) -> bool:
+    """Whether the first line names columns: the object's, by a usual name or the one wanted; or it
+    has no number, but the second line has one.
+    """
+    name = head[at].lower()
+    if name in _ID_NAMES or (wanted and name == wanted.lower() and not wanted.isdecimal()):
+        return True
+    return not any(map(_is_number, head)) and any(map(_is_number, second))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        return math.isfinite(float(cell))
+    except ValueError:
+        return False
 
 
 def _named(cell: str) -> int:
