@@ -13,16 +13,15 @@ _DRAWN = 8  # residents looked at for one that leaves
 
 
 class CountPolicy:
-    """The block with the least faded count leaves.
+    """The block with the least count leaves.
 
     A newcomer is judged by its count before this request, and must be `margin` times better: a scan
-    then does not displace what was asked for before. `fresh`: by its count now, and an equal one is
-    let in, which follows a moving working set. `growth`: what a request weighs, the one before it
-    being 1; 1 counts for ever.
+    then does not displace what was asked for before.
     """
 
-    def __init__(self, capacity: int, *, growth: float, margin: float, fresh: bool) -> None:
-        self._capacity, self._growth, self._margin, self._fresh = capacity, growth, margin, fresh
+    def __init__(self, capacity: int, *, margin: float, growth: float = 1.0) -> None:
+        """`growth`: what a request weighs, the one before it being 1; 1 counts for ever."""
+        self._capacity, self._growth, self._margin = capacity, growth, margin
         self._weight = 1.0
         self._keys: dict[int, float] = {}
         self._order: list[int] = []  # a heap of residents
@@ -37,9 +36,7 @@ class CountPolicy:
             self._sift_down(self._place[block])
             return True
         if len(self._order) >= self._capacity:
-            least = self._keys[self._order[0]]
-            worse = self._keys[block] < least if self._fresh else before <= least * self._margin
-            if worse:
+            if self._is_worse(before, self._keys[block], self._keys[self._order[0]]):
                 return False
             del self._place[self._order[0]]
             last = self._order.pop()
@@ -49,6 +46,9 @@ class CountPolicy:
         self._order.append(block)
         self._sift_up(len(self._order) - 1)
         return False
+
+    def _is_worse(self, before: float, _after: float, least: float) -> bool:
+        return before <= least * self._margin
 
     def _put(self, at: int, block: int) -> None:
         self._order[at] = block
@@ -71,6 +71,18 @@ class CountPolicy:
             self._put(at, order[below])
             at = below
         self._put(at, block)
+
+
+class FreshCountPolicy(CountPolicy):
+    """Counts fade, and a newcomer is judged by its count now; an equal one is let in, which follows
+    a moving working set.
+    """
+
+    def __init__(self, capacity: int, *, growth: float) -> None:
+        super().__init__(capacity, margin=1.0, growth=growth)
+
+    def _is_worse(self, _before: float, after: float, least: float) -> bool:
+        return after < least
 
 
 class StaticPolicy:

@@ -125,7 +125,8 @@ def test_no_module_of_the_package_imports_a_peer() -> None:
 def test_costs_have_bars_and_the_index_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes a block do not depend on the machine."""
     monkeypatch.setattr("hpstore.benchmarks.cache.cache_cost.BATCHES", 20)
-    monkeypatch.setattr("hpstore.loaders.policy.expert_choice.SAMPLE", 256)
+    for limit in ("WHOLE", "SAMPLE"):
+        monkeypatch.setattr(f"hpstore.loaders.policy.expert_choice.{limit}", 256)
     said: list[str] = []
     kept: list[dict[str, object]] = []
     found = measure_cost(

@@ -14,7 +14,7 @@ from hpstore.benchmarks.cache.trace_families import FAMILIES, HELD_OUT, family_n
 from hpstore.benchmarks.harness.measure import forget
 from hpstore.loaders.policy import simulate
 from hpstore.loaders.policy.directories import installed
-from hpstore.loaders.policy.expert_choice import SAMPLE
+from hpstore.loaders.policy.expert_choice import WHOLE
 from hpstore.loaders.traces.trace_comparison import OURS, PLAIN, plain_ratios
 
 SHARES = (0.03, 0.1, 0.3)  # of the blocks
@@ -56,7 +56,7 @@ def _row(requests: Int64s, blocks: int, room: int, batch: int) -> Found:
     spent = time.thread_time() - began
     ours = [report.hit_ratio]
     # of fewer blocks none is drawn: all seeds are equal by construction
-    for seed in _SEEDS[1:] if blocks > SAMPLE else ():
+    for seed in _SEEDS[1:] if blocks > WHOLE else ():
         ours.append(simulate(requests, room, batch=batch, blocks=blocks, seed=seed).hit_ratio)
     return {
         "blocks": blocks,

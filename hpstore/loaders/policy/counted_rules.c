@@ -83,22 +83,36 @@ static void weigh(directory *d, int32_t b)
             key[i] /= MOST_WEIGHT;
         d->weight /= MOST_WEIGHT;
     }
-    d->before = key[b];
     key[b] += d->weight;
 }
 
 int count(panel *p, directory *d, int32_t b)
 {
     heap *h = &d->counts;
-    if (d->counted == d)
-        weigh(d, b);
+    double before = h->key[b]++;
     if (h->place[b] >= 0) {
         sift_down(h, h->place[b]);
         return 1;
     }
     if (h->length >= d->capacity) {
-        double least = h->key[h->order[0]];
-        if (d->fresh ? h->key[b] < least : d->counted->before <= least * d->margin)
+        if (before <= h->key[h->order[0]] * d->margin)
+            return 0;
+        leave(p, d, pop(h));
+    }
+    push(h, b), enter(p, d, b);
+    return 0;
+}
+
+int fresh_count(panel *p, directory *d, int32_t b)
+{
+    heap *h = &d->counts;
+    weigh(d, b);
+    if (h->place[b] >= 0) {
+        sift_down(h, h->place[b]);
+        return 1;
+    }
+    if (h->length >= d->capacity) {
+        if (h->key[b] < h->key[h->order[0]])
             return 0;
         leave(p, d, pop(h));
     }

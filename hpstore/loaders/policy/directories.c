@@ -1,7 +1,10 @@
 /* Begins, asks and ends directories of several rules over the same blocks; see directories.h. */
 #include "directories.h"
 
+#include <math.h>
 #include <string.h>
+
+#define FADING .5 /* of FRESH: in so many passes over all blocks a count fades to half */
 
 static int lists_begin(lists *l, int32_t blocks)
 {
@@ -26,6 +29,7 @@ static int request(panel *p, directory *d, int32_t b)
     case TINY_LFU: return tiny_lfu(p, d, b);
     case TWO_QUEUE: return two_queue(p, d, b);
     case COUNT: return count(p, d, b);
+    case FRESH: return fresh_count(p, d, b);
     case STATIC: return fixed(p, d, b);
     default: return phase(p, d, b);
     }
@@ -36,7 +40,7 @@ static int32_t at_least_one(int32_t value) { return value < 1 ? 1 : value; }
 static int begin(directory *d)
 {
     int32_t n = d->blocks, room = d->capacity;
-    int counted = d->kind == LFU || d->kind == COUNT || d->kind == PHASE;
+    int counted = d->kind == LFU || d->kind == COUNT || d->kind == FRESH || d->kind == PHASE;
     d->hand = n;
     d->state = calloc(counted ? 1 : n, 1);
     d->hits = calloc(d->kind == S3_FIFO || d->kind == TINY_LFU ? n : 1, 1);
@@ -59,35 +63,32 @@ static int begin(directory *d)
             || (lists_begin(&d->queue, n) && (d->kind != LIRS || lists_begin(&d->second, n)));
     heap *h = &d->counts;
     h->order = malloc(sizeof(int32_t) * (size_t)room), h->place = malloc(sizeof(int32_t) * (size_t)n);
-    h->key = d->counted == d ? calloc(d->kind == PHASE ? 1 : n, sizeof(double)) : d->counted->counts.key;
+    h->key = calloc(d->kind == PHASE ? 1 : n, sizeof(double));
     if (!h->order || !h->place || !h->key)
         return 0;
     memset(h->place, 255, sizeof(int32_t) * (size_t)n);
     return 1;
 }
 
-void hpstore_directories_free_2(panel *p)
+void hpstore_directories_free_3(panel *p)
 {
     for (int i = 0; p && i < p->count; i++) {
         directory *d = &p->all[i];
         free(d->state), free(d->hits);
         free(d->queue.older), free(d->queue.newer), free(d->second.older), free(d->second.newer);
-        free(d->counts.order), free(d->counts.place);
-        if (d->counted == d)
-            free(d->counts.key);
+        free(d->counts.order), free(d->counts.place), free(d->counts.key);
     }
     if (p)
         free(p->all);
     free(p);
 }
 
-/* `kinds`, `growths` (of COUNT: what a request weighs of the one before it), `margins` (of COUNT: by
- * what part a newcomer must be above, of PHASE: ln of it) and `fresh`: of each of `count` <= 16
- * directories. `masks` (blocks), `seen`, `waits` (256) and `names` (blocks, or NULL) stay the
+/* `kinds`: of each of `count` <= 16 directories. `margin`, ln: by what a newcomer must be better, of
+ * COUNT and PHASE. `masks` (blocks), `seen`, `waits` (256) and `names` (blocks, or NULL) stay the
  * caller's and must outlive it. NULL without memory. */
-panel *hpstore_directories_begin_2(int count, int32_t blocks, int32_t capacity,
-    const int32_t *kinds, const double *growths, const double *margins, const int32_t *fresh,
-    uint16_t *masks, const uint8_t *seen, const float *waits, const int32_t *names)
+panel *hpstore_directories_begin_3(int count, int32_t blocks, int32_t capacity,
+    const int32_t *kinds, double margin, uint16_t *masks, const uint8_t *seen, const float *waits,
+    const int32_t *names)
 {
     panel *p = calloc(1, sizeof *p);
     if (!p || !(p->all = calloc(count, sizeof *p->all))) {
@@ -98,14 +99,11 @@ panel *hpstore_directories_begin_2(int count, int32_t blocks, int32_t capacity,
     for (int i = 0; i < count; i++) {
         directory *d = &p->all[i];
         d->kind = kinds[i], d->bit = i, d->blocks = blocks, d->capacity = capacity;
-        d->growth = growths[i], d->margin = margins[i], d->fresh = fresh[i];
+        d->margin = d->kind == COUNT ? exp(margin) : margin;
+        d->weight = 1, d->growth = exp2(1 / (FADING * blocks));
         d->seen = seen, d->waits = waits, d->names = names;
-        d->weight = 1, d->counted = d;
-        for (int j = i - 1; j >= 0 && d->kind == COUNT && d->counted == d; j--)
-            if (p->all[j].kind == COUNT && p->all[j].growth == d->growth)
-                d->counted = p->all[j].counted, p->all[j].sharer = d;
         if (!begin(d)) {
-            hpstore_directories_free_2(p);
+            hpstore_directories_free_3(p);
             return NULL;
         }
     }
@@ -115,19 +113,18 @@ panel *hpstore_directories_begin_2(int count, int32_t blocks, int32_t capacity,
 /* Requests of `count` blocks, all below the panel's number: hits[i] gets a bit for each directory
  * that has the i-th. `phases`: 0 leaves out those of kind PHASE. Returns how many blocks left the
  * directory of bit `watched` (-1: none is), which are in `left` (count). */
-int64_t hpstore_directories_request_2(panel *p, const int64_t *blocks, int64_t count, int phases,
+int64_t hpstore_directories_request_3(panel *p, const int64_t *blocks, int64_t count, int phases,
     uint16_t *hits, int watched, int32_t *left)
 {
     p->watched = watched, p->left = left, p->room = count, p->gone = 0;
     memset(hits, 0, sizeof(uint16_t) * (size_t)count);
-    /* one rule after the other, so that its lists stay near; those that share keys in step */
+    /* one rule after the other, so that its lists stay near */
     for (int e = 0; e < p->count; e++) {
-        directory *first = &p->all[e];
-        if (first->counted != first || (first->kind == PHASE && !phases))
+        directory *d = &p->all[e];
+        if (d->kind == PHASE && !phases)
             continue;
         for (int64_t i = 0; i < count; i++)
-            for (directory *d = first; d; d = d->sharer)
-                hits[i] |= (uint16_t)(request(p, d, (int32_t)blocks[i]) << d->bit);
+            hits[i] |= (uint16_t)(request(p, d, (int32_t)blocks[i]) << d->bit);
     }
     return p->gone;
 }

@@ -16,7 +16,7 @@
 #pragma GCC visibility push(hidden) /* but for directories.c: no other library's "count" is called */
 
 /* of policies: the bit in masks; the order is that of KINDS in directories.py */
-enum { LRU, LFU, ARC, LIRS, S3_FIFO, SIEVE, TINY_LFU, TWO_QUEUE, COUNT, STATIC, PHASE };
+enum { LRU, LFU, ARC, LIRS, S3_FIFO, SIEVE, TINY_LFU, TWO_QUEUE, COUNT, FRESH, STATIC, PHASE };
 
 /* Doubly linked lists of blocks; list h has its two ends at number blocks + h. */
 typedef struct {
@@ -29,8 +29,8 @@ typedef struct {
     double *key;
 } heap;
 
-typedef struct directory {
-    int kind, bit, fresh, evicted;
+typedef struct {
+    int kind, bit, evicted;
     int32_t blocks, capacity, hand, limit[4], close;
     lists queue, second;
     heap counts;
@@ -38,10 +38,7 @@ typedef struct directory {
     double target, margin;
     int64_t made;
     uint32_t draws;
-    /* of COUNT: whose keys these are, of the first directory of this growth; what a request weighs
-     * now, by how much more than the one before, and the key that its block had */
-    struct directory *counted, *sharer; /* the next of these keys, or NULL */
-    double weight, growth, before;
+    double weight, growth; /* of FRESH: of a request now, and by how much more than the one before */
     /* of PHASE: bits of blocks, and when each pattern of bits is needed */
     const uint8_t *seen;
     const float *waits;
@@ -105,6 +102,7 @@ int sieve(panel *p, directory *d, int32_t b);
 int tiny_lfu(panel *p, directory *d, int32_t b);
 int two_queue(panel *p, directory *d, int32_t b);
 int count(panel *p, directory *d, int32_t b);
+int fresh_count(panel *p, directory *d, int32_t b);
 int fixed(panel *p, directory *d, int32_t b);
 int phase(panel *p, directory *d, int32_t b);
 

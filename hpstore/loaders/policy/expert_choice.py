@@ -11,19 +11,23 @@ import numpy.typing as npt
 
 from hpstore.loaders.policy.block_stats import Table
 from hpstore.loaders.policy.cache_plan import Bools, Floats, Int32s, Int64s
-from hpstore.loaders.policy.directories import PHASE, RULES, Directories, Rule, UInt16s
+from hpstore.loaders.policy.directories import PHASE, RULES, Directories, UInt16s
 from hpstore.loaders.policy.resident_set import EXACT
 
-SAMPLE = 1 << 16
-"""Up to so many blocks all are followed, of more a sample of so many."""
+WHOLE = 1 << 18
+"""Up to so many blocks all are followed."""
 
-FIRST = next(i for i, rule in enumerate(RULES) if rule.name == "count")
+SAMPLE = 1 << 16
+"""Of more, a sample of so many is followed."""
+
+FIRST = RULES.index("count")
 """Begins: what it keeps is right for shuffled epochs, where a wrong beginning costs most."""
 
-LEADING_ALL = tuple(
-    i for i, rule in enumerate(RULES) if rule.kind < 8 and rule.name not in ("LFU", "LIRS")
-)
+LEADING_ALL = ("LRU", "ARC", "S3-FIFO", "W-TinyLFU", "2Q")
 """Rules that have a directory of all blocks where only a sample is followed: 10 bytes a block."""
+
+_LEFT_OUT = RULES.index("LIRS")
+"""The rule that cannot lead there: its directory has 17 bytes a block."""
 
 _STEP = 256  # requests between two looks at the scores
 _MEMORY = 10_000  # requests: half-life of scores, or as many as blocks have room if that is more
@@ -49,7 +53,7 @@ class ExpertChoice:
         rule would keep.
         """
         self._table, self._blocks, self._room, self._apart = table, blocks, room, apart
-        self.whole = blocks <= SAMPLE
+        self.whole = blocks <= WHOLE
         self._sample: Int64s | None = None
         if not self.whole:
             rng = np.random.Generator(np.random.PCG64(seed))
@@ -79,7 +83,7 @@ class ExpertChoice:
     @property
     def name(self) -> str:
         """Of the leader."""
-        return RULES[self.leader].name
+        return RULES[self.leader]
 
     @property
     def nbytes(self) -> int:
@@ -178,13 +182,16 @@ class ExpertChoice:
     def _choose(self, *, phases: bool) -> None:
         allowed = len(RULES) if phases else PHASE
         now = self.leader
-        gains = self.scores[:allowed] - self.scores[now]
+        scores = self.scores[:allowed].copy()
+        if not self.whole:
+            scores[_LEFT_OUT] = 0.0
+        gains = scores - self.scores[now]
         sure = _DEVIATIONS * np.sqrt(self.spread[now, :allowed])
         gains[(gains <= sure) | (gains <= _GAIN * self.scores[now])] = 0.0
         best = int(np.argmax(gains))
         if now >= allowed or gains[best] > 0:
             if now >= allowed:
-                best = int(np.argmax(self.scores[:allowed]))
+                best = int(np.argmax(scores))
             elif gains[best] <= _ADOPTION * self._missing(best):
                 best = now
             if best != now:
@@ -221,13 +228,15 @@ class ExpertChoice:
             self._all.watched = self.leader if self._room > EXACT else -1
             self._list_leavers()
             return
-        if self.leader in LEADING_ALL:
-            rule: Rule = RULES[self.leader]
+        if self.name in LEADING_ALL:
             self._leading = Directories(
-                [rule], self._blocks, max(2, round(self._room)), seen=self._table.seen
+                [self.name], self._blocks, max(2, round(self._room)), seen=self._table.seen
             )
             self._leading.watched = 0
-            self._leading.request(np.flatnonzero(self._table.places >= 0))
+            residents = np.flatnonzero(self._table.places >= 0)
+            # the most used last: the first ones are the first that a list gives up
+            rising = np.argsort(self._table.keys[residents], kind="stable")
+            self._leading.request(residents[rising])
             self._list_leavers()
 
     def state(self) -> dict[str, npt.NDArray[np.generic]]:

@@ -323,12 +323,12 @@ class Outlook:
         choice = self._choice
         if choice is not None and not choice.by_counts:
             return choice.distance(blocks, strictly=bool(self._told)) + (self._offset() - after)
-        rule = RULES[choice.leader] if choice is not None else None
-        if rule is not None and rule.name == "static":
+        rule = self.expert
+        if rule == "static":
             return np.full(len(blocks), _NO_ROOM)
-        if rule is not None and rule.fresh:
+        if rule == "fresh count":
             return self._offset() - after
-        if rule is not None and choice is not None and choice.leader == PHASE and self._phased():
+        if rule == RULES[PHASE] and self._phased():
             return self._learned(blocks) + np.float32(MARGIN)
         return self._offset() - before + np.float32(MARGIN)
 

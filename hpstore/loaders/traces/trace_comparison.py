@@ -10,7 +10,7 @@ import numpy as np
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy import belady, simulate
 from hpstore.loaders.policy.cache_plan import Int64s
-from hpstore.loaders.policy.directories import RULES, Directories, installed
+from hpstore.loaders.policy.directories import Directories, installed
 from hpstore.loaders.policy.plain_adaptive import ArcPolicy, LirsPolicy, TinyLfuPolicy
 from hpstore.loaders.policy.plain_queues import (
     LfuPolicy,
@@ -99,8 +99,7 @@ def plain_ratios(
         asked = requests.tolist()
         made = {name: PLAIN[name](capacity, blocks) for name in names}
         return {name: sum(map(request, asked)) / len(asked) for name, request in made.items()}
-    rules = [rule for name in names for rule in RULES if rule.name == name]
-    directories = Directories(rules, blocks, capacity, seen=np.zeros(blocks, np.uint8))
+    directories = Directories(names, blocks, capacity, seen=np.zeros(blocks, np.uint8))
     hits = np.zeros(len(names), np.int64)
     for start in range(0, len(requests), _PIECE):
         masks = directories.request(requests[start : start + _PIECE])
