@@ -450,7 +450,7 @@ def registry_path(name: str) -> Path:
     """Where the name of a pool is kept for `hpstore.open(name)`."""
     if not isinstance(name, str) or not name or "/" in name or name.startswith("."):
         raise ConfigError(f"{name!r} is not a name for a pool")
-    file = checked_path(f"{name}.toml", "a pool's name", recorded=True)
+    file = checked_path(f"{name}.toml", "the file of a pool's name", recorded=True)
     return home("HPSTORE_POOLS") / ".config" / "hpstore" / "pools" / file
 
 

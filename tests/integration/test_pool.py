@@ -137,8 +137,8 @@ def test_what_is_no_plain_file_is_refused(pool: hpstore.Pool, tmp_path: Path) ->
     [
         ("taken", "belongs to"),
         ("x.toml", "without .toml"),
-        ("m\udcff", "cannot be kept"),
-        ("n" * 300, "cannot be kept"),
+        ("m\udcff", "pool's name.* cannot be used"),
+        ("n" * 300, "pool's name.* cannot be used"),
         ("../x", "not a name"),
         (None, "cannot be written"),
     ],

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hpstore.errors import ConfigError
 from hpstore.loaders.policy.cache_plan import Int64s
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 _ALWAYS = (
