@@ -225,12 +225,11 @@ class Steps:
             except HpstoreError as error:
                 if not gone:
                     raise
-                raise type(error)(
+                error.args = (
                     f"step {step} is deleted in {' and '.join(gone)}, not in {name}: "
                     f"{without_promise(error)} When that is mended, delete it again",
-                    device=error.device,
-                    key=error.key,
-                ) from error
+                )
+                raise
             gone.append(name)
 
     def retain(self, *, dry_run: bool = False) -> list[StepDecision]:

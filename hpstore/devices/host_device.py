@@ -189,7 +189,11 @@ class HostDevice:
         if not self._links.keeps_session():
             return None
         handle = secrets.token_hex(HANDLE_BYTES)
-        sent = self._links.begin(operation, {"handle": handle, **args}, bodies=bodies)
+        try:
+            sent = self._links.begin(operation, {"handle": handle, **args}, bodies=bodies)
+        except BaseException:  # Ctrl-C, too: it may have been sent
+            self._links.give_up(handle)
+            raise
         if sent is None:
             return None
 

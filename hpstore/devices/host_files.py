@@ -230,6 +230,12 @@ class HostHold:
     def forget(self) -> None:
         self._handle = ""
 
+    def __del__(self) -> None:
+        """Give up a lock that was granted to a call which was cut short."""
+        handle, self._handle = self._handle, ""
+        if handle:
+            self._links.give_up(handle)
+
 
 def _requests(buffers: Sequence[Bytes]) -> Iterator[list[memoryview]]:
     """Buffers, back to back, as bodies of requests of at most MOST_BODY_BYTES."""

@@ -1,4 +1,4 @@
-"""Places that are no devices yet: look at them, make them, claim them for a pool.
+"""Prepare directories and stores that are not devices yet, and claim them for a pool.
 
 Two processes may want the same place at once, of two pools: a claim is made under a lock of the
 device, or, in a store, by a write under a condition.
@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 
 from hpstore.config import Settings
 from hpstore.devices.ballast import BALLAST
-from hpstore.devices.base import DIRECTORIES, REGISTERS, RELEASED, Device, Hold, denied
+from hpstore.devices.base import DIRECTORIES, REGISTERS, RELEASED, TMP, Device, Hold, denied
 from hpstore.devices.file_handles import ESCAPED_NAMES
 from hpstore.devices.horizon_guard import HORIZON, MARK
 from hpstore.errors import ConfigError, DeviceError, DeviceInUse, DeviceMissing
@@ -56,7 +56,9 @@ def require_unused(device: Device) -> None:
     """Raise DeviceInUse unless a place can become a device: nothing is there, or what a claim that
     failed has left."""
     names = _require_no_other_use(device)
-    taken = [name for name in DIRECTORIES if name in names and device.entries(name)]
+    # not tmp/: another process that looks at the place probes there, one that died leaves files
+    mine = [name for name in DIRECTORIES if name != TMP]
+    taken = [name for name in mine if name in names and device.entries(name)]
     if taken:
         raise DeviceInUse(
             f"device {device.url} holds {', '.join(sorted(taken))} but no {IDENTITY_FILE}: "
@@ -96,17 +98,18 @@ def _require_no_other_use(device: Device) -> set[str]:
 def alone(device: Device) -> Iterator[None]:
     """Keep others from making the same place into a device, and make it ready for that.
 
-    Raises DeviceInUse where another process is at it, where the place belongs to some pool already,
-    or holds files that are not hpstore's: nothing was changed in it. Where locks do not work the
-    first to write its identity wins, as far as the place can compare.
+    Raises DeviceInUse if another process is claiming the place, if it belongs to some pool already,
+    or if it holds files that are not hpstore's. Where locks do not work, the first to write its
+    identity wins, as far as the place can compare.
     """
     _require_no_other_use(device)
-    if isinstance(device, Preparable):
-        device.prepare()
-    hold = _lock(device)
+    # prepare() makes the file of the locks, with the rights of the pool. If it exists, another
+    # process may be claiming the place, so nothing is changed without the lock
+    hold = _lock(device) if device.stamp(REGISTERS) is not None else None
     try:
-        if hold is not None and not hold.taken:
-            raise _taken(device)
+        if isinstance(device, Preparable):
+            device.prepare()
+        hold = hold or _lock(device)
         require_unused(device)
         yield
     finally:
@@ -115,18 +118,23 @@ def alone(device: Device) -> Iterator[None]:
 
 
 def _lock(device: Device) -> Hold | None:
-    """The lock of those who claim it; None where locks do not work."""
+    """The lock of those who claim it; None where locks do not work. Raises DeviceInUse."""
     try:
-        return device.hold(_CLAIM_AT, 1)
+        hold = device.hold(_CLAIM_AT, 1)
     except DeviceError as error:
+        if type(error) is not DeviceError:  # it is away, full, denied: not without locks
+            raise
         _log.debug("%s is claimed without a lock: %s", device.url, error)
         return None
+    if not hold.taken:
+        raise _taken(device)
+    return hold
 
 
 def _taken(device: Device) -> DeviceInUse:
     return DeviceInUse(
-        f"device {device.url} is being made into a device by another process. Nothing was changed "
-        "there. Look at what that becomes, then give another place or try again.",
+        f"device {device.url} is being made into a device by another process, which goes on. Wait "
+        "until it ends. Then try again, or give another place.",
         device=device.url,
     )
 
@@ -152,7 +160,7 @@ def mark(device: Device, identity: Identity) -> None:
             raise _taken(device)
     else:
         device.write_small(IDENTITY_FILE, data)
-    if device.mode == "remote" and device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES) != data:
+    if device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES) != data:
         raise _taken(device)
 
 
@@ -180,6 +188,6 @@ def make_place(url: str, settings: Settings) -> bool:
 
 
 def remove_place(url: str) -> None:
-    """Take back what make_place has made, unless something lies there by now."""
+    """Remove the directory that make_place() made, if it is still empty."""
     with suppress(OSError):
         os.rmdir(url.removeprefix("file://"))

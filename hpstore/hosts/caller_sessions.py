@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from hpstore.errors import DeviceError, HpstoreError
 
 _log = logging.getLogger(__name__)
+_MOST_GIVEN_UP = 4096  # handles of a session that were given up before they were held: the newest
 
 
 class UnknownHandle(DeviceError):
@@ -47,6 +48,7 @@ class CallerSession:
         self.connections = 0
         self.until_seconds = -math.inf  # the last of its certificates ends then, monotonic
         self.handles: dict[str, HeldFile] = {}
+        self.given_up: dict[str, None] = {}  # before they were held here: the call is under way
 
 
 class CallerSessions:
@@ -90,11 +92,12 @@ class CallerSessions:
         """Hold something for a session, under a handle that the caller has drawn: so it can give up
         what it never had an answer about.
 
-        Raises DeviceError where there are too many, or the handle is there; it is given up then.
+        Raises DeviceError where there are too many, or the handle is there or given up; what should
+        be held is given up then.
         """
         with self._lock:
-            handles = self._sessions[key].handles
-            known = handle in self._holders
+            handles, given_up = self._sessions[key].handles, self._sessions[key].given_up
+            known = handle in self._holders or handle in given_up
             room = self._count < self._most
             if room and not known:
                 self._count += 1
@@ -102,7 +105,7 @@ class CallerSessions:
                 return
         self._end(held)
         if known:
-            raise DeviceError("the handle is in use")
+            raise DeviceError("the handle is in use, or was given up")
         raise DeviceError(
             f"{self._most} files are open here for other hosts, which is the limit of this "
             "service: close some, or raise --handles"
@@ -141,10 +144,14 @@ class CallerSessions:
             return key
 
     def drop(self, key: tuple[str, str], handle: str) -> None:
-        """Give a handle up; an unknown one is fine."""
+        """Give a handle up; an unknown one is fine, and is not held later."""
         with self._lock:
-            held = self._sessions[key].handles.pop(handle, None)
+            session = self._sessions[key]
+            held = session.handles.pop(handle, None)
             if held is None:
+                session.given_up[handle] = None
+                if len(session.given_up) > _MOST_GIVEN_UP:
+                    del session.given_up[next(iter(session.given_up))]
                 return
             self._count -= 1
             del self._holders[handle]

@@ -52,7 +52,7 @@ class LockAttempt:
 
 
 class _Taking:
-    """One range of the registers that is being locked on devices. `live`: what is locked."""
+    """A lock of one range of the registers, taken device by device. `live`: locks that are held."""
 
     def __init__(self, store: PoolContext, live: set[Hold], offset: int, nbytes: int) -> None:
         self._store, self._live, self._range = store, live, (offset, nbytes)

@@ -89,6 +89,7 @@ def require_mounted(
 def checked_place(given: str | os.PathLike[str]) -> str:
     """A device's URL as it is given, a path made absolute. Raises ConfigError for text that is
     neither: it is written into the pool's records, which are UTF-8."""
+    given = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(given, str) or "://" not in given:
         return os.path.abspath(checked_path(given, "a device", recorded=True))
     if given.startswith("file://"):
@@ -106,7 +107,8 @@ def checked_place(given: str | os.PathLike[str]) -> str:
 
 
 def checked_places(given: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """checked_place() of each. Raises ConfigError for one path alone: its letters are no paths."""
+    """checked_place() of each. Raises ConfigError for a single path, whose characters would be
+    taken for paths."""
     if isinstance(given, str | bytes | os.PathLike):
         raise ConfigError(f"devices must be a list of paths and URLs, not {given!r} alone")
     return list(map(checked_place, given))

@@ -152,23 +152,27 @@ def _first_record(
 def _claim_all(
     devices: Sequence[Device], record: PoolRecord, config: PoolConfig, keep: Callable[[], None]
 ) -> None:
-    claimed: list[Device] = []
+    claimed: list[tuple[Device, Identity]] = []
     try:
         for device, member in zip(devices, record.members, strict=True):
-            mark(device, _identity(record, member))
-            claimed.append(device)
+            identity = _identity(record, member)
+            mark(device, identity)
+            claimed.append((device, identity))
         keep()
         for device in devices:
             device.write_small(POOL_FILE, record.encode(config.key))
     except BaseException:  # the pool never came to be: let the places go, after Ctrl-C too
-        for device in claimed:
-            _let_go(device)
+        for device, identity in claimed:
+            _let_go(device, identity)
         raise
 
 
-def _let_go(device: Device) -> None:
+def _let_go(device: Device, identity: Identity) -> None:
+    """Unless it is another pool's by now, as it may be where nothing locks."""
     for name in (POOL_FILE, IDENTITY_FILE):
         try:
+            if device.read_small(IDENTITY_FILE, MAX_RECORD_BYTES) != identity.encode():
+                return
             device.delete(name)
         except FileNotFoundError:
             continue

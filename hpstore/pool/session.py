@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -360,7 +361,7 @@ class PoolSession(Closing):
 
     def member(self, device: str, *, returning: bool = False) -> Member:
         view = self.store.view
-        place = checked_place(device)
+        place, device = checked_place(device), os.fspath(device)
         known = {m.device_id for m in (*view.record.members, *view.record.evicted)}
         by_id = len(device) >= 4 and any(name.startswith(device) for name in known)
         name = device if by_id else place

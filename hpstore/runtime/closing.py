@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -37,11 +38,11 @@ def call_at_exit(method: Callable[[], object]) -> None:
     A thread that comes back out of C++ to an interpreter that is gone takes the process down with
     it (SIGABRT): what has a thread in torch stops and joins it in such a method.
     """
-    reference = weakref.WeakMethod(method)
+    reference, pid = weakref.WeakMethod(method), os.getpid()
 
     def call() -> None:
         alive = reference()
-        if alive is not None:
+        if alive is not None and os.getpid() == pid:  # a child has not the threads
             alive()
 
     # before concurrent.futures forbids new work, which the atexit functions come after

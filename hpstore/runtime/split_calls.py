@@ -1,8 +1,8 @@
 """Calls in two halves: a request that is sent, and the answer that is received later.
 
-One thread sends the requests of several calls before it waits for the first answer: the other sides
-work at the same time, and no thread is woken here. What is not answered soon goes on as any other
-call does, on the lane of its device.
+One thread sends the requests of several calls before it waits for the first answer. The other sides
+work at the same time, and no thread is woken here. A call that is not answered soon is finished on
+the lane of its device, like any other call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import select
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from hpstore.runtime.call_tours import settle
@@ -47,9 +46,11 @@ class Sent(Generic[T_co]):
         the call raises, and Unfinished.
     drop
         Gives the answer up, in the place of `finish`.
+    unjudged
+        Says, before `finish`, that the time until then is not that of the call.
     """
 
-    __slots__ = ("arrived", "drop", "fileno", "finish")
+    __slots__ = ("arrived", "drop", "fileno", "finish", "unjudged")
 
     def __init__(
         self,
@@ -57,12 +58,14 @@ class Sent(Generic[T_co]):
         arrived: Callable[[], bool | None],
         finish: Callable[[], T_co],
         drop: Callable[[], None],
+        unjudged: Callable[[], None] = lambda: None,
     ) -> None:
         self.fileno, self.arrived, self.finish, self.drop = fileno, arrived, finish, drop
+        self.unjudged = unjudged
 
     def with_finish(self, finish: Callable[[], U]) -> Sent[U]:
         """The same request, with another last half, which runs this one's."""
-        return Sent(self.fileno, self.arrived, finish, self.drop)
+        return Sent(self.fileno, self.arrived, finish, self.drop, self.unjudged)
 
     def then(self, act: Callable[[T_co], U]) -> Sent[U]:
         """The same request; its answer goes through `act`, which must not wait: it raises
@@ -131,7 +134,7 @@ class _Round:
                 sent.drop()
             raise
         for name, sent in self._sent.items():
-            self.left[name] = partial(_to_its_end, sent, calls[name])
+            self.left[name] = _Rest(sent, calls[name])
 
     def _begin(self, name: str, call: SplitCall[Any]) -> None:
         try:
@@ -171,9 +174,24 @@ class _Round:
             self.answers[name] = error
 
 
-def _to_its_end(sent: Sent[Any], call: Call) -> Any:  # what the call returns
-    """Receive an answer, however long that takes, and do what it leaves to be done."""
-    try:
-        return sent.finish()
-    except Unfinished as error:
-        return (error.rest or call)()
+class _Rest:
+    """The last half of a call, for a lane; given up where no lane makes it."""
+
+    def __init__(self, sent: Sent[Any], call: Call) -> None:
+        self._sent: Sent[Any] | None = sent
+        self._call = call
+
+    def __call__(self) -> Any:  # what the call returns
+        """Receive the answer, however long that takes, and do what it leaves to be done."""
+        sent, self._sent = self._sent, None
+        assert sent is not None  # a job is made once
+        if sent.arrived() is not False:
+            sent.unjudged()  # it waited for the lane, not the lane for it
+        try:
+            return sent.finish()
+        except Unfinished as error:
+            return (error.rest or self._call)()
+
+    def __del__(self) -> None:
+        if self._sent is not None:
+            self._sent.drop()

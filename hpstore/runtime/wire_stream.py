@@ -113,9 +113,9 @@ class WireStream:
     def arrived(self) -> bool | None:
         """Receive what has come, without waiting. True when head() and fill() of all of a body
         would not wait: a message is there whole, or nothing more comes. None for a message that is
-        too large to be collected so."""
-        while not self._is_whole():
-            if len(self._ahead) > _MOST_COLLECTED_BYTES:
+        too large to be collected so, or may be."""
+        while not (whole := self._is_whole()):
+            if whole is None or len(self._ahead) > _MOST_COLLECTED_BYTES:
                 return None
             try:
                 data = self._receive_now()
@@ -137,12 +137,13 @@ class WireStream:
         finally:
             self._sock.settimeout(self._seconds)
 
-    def _is_whole(self) -> bool:
+    def _is_whole(self) -> bool | None:
+        """None for a head that does not say how long its body is, in a form that is known here."""
         end = self._ahead.find(END)
         if end < 0:
             return False
         length = _LENGTH.search(self._ahead, 0, end + len(END))
-        return length is None or len(self._ahead) >= end + len(END) + int(length[1])
+        return None if length is None else len(self._ahead) >= end + len(END) + int(length[1])
 
     def _more(self) -> bool:
         self._limit_receiving()
@@ -251,7 +252,7 @@ class WireStream:
         poll.register(self._sock, select.POLLOUT)
         try:
             if head:
-                self._sock.send(head, socket.MSG_MORE)
+                self._sock.sendall(head, socket.MSG_MORE)
             self._sock.setblocking(False)
             while done < nbytes:
                 if not poll.poll(1000 * max(0.0, until - time.monotonic())):
@@ -266,7 +267,7 @@ class WireStream:
 
     def silent(self) -> bool:
         """Whether nothing came between two messages, not even the end of the connection."""
-        if self._ahead:
+        if self._ahead or self._sock.fileno() < 0:  # closed here
             return False
         if isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return False

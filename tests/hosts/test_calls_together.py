@@ -61,7 +61,7 @@ def services(tmp_path: Path, tls: str) -> Iterator[list[HostService]]:
 def pool(
     services: list[HostService], tls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[hpstore.Pool]:
-    """Over all of them; what is answered comes soon, and no mark of versions is raised."""
+    """Over all services. Every answer comes soon enough, and no put raises the mark of versions."""
     monkeypatch.setattr(split_calls, "SOON_SECONDS", LIMIT_SECONDS)
     settings = Settings(
         memory_bytes=64 * MIB,
@@ -171,6 +171,17 @@ def test_a_range_is_free_when_its_last_write_has_failed(services: list[HostServi
     after = device.hold(0, 512)
     assert after.taken
     assert after.content[:1] == b"x"
+    device.close()
+
+
+def test_a_lock_that_nobody_ends_goes_with_the_next_call(services: list[HostService]) -> None:
+    """Ctrl-C came between its grant and who would have released it."""
+    device = HostDevice(f"hpd://127.0.0.1:{services[0].address[1]}/0", seconds=LIMIT_SECONDS)
+    hold = device.hold(0, 512)
+    assert hold.taken
+    del hold
+    device.stamp("pool.json")
+    assert device.hold(0, 512).taken
     device.close()
 
 

@@ -201,6 +201,17 @@ def test_a_handle_whose_session_ends_between_two_looks_is_unknown() -> None:
         sessions.holder("a" * 32, 0)
 
 
+def test_a_handle_that_was_given_up_before_it_was_there_is_not_held() -> None:
+    """The call that makes it waits at the disk; who sent it has gone on, and named it no more."""
+    sessions, key, ended = CallerSessions(4), ("who", "0" * 32), list[str]()
+    sessions.join(key)
+    sessions.drop(key, "a" * 32)
+    with pytest.raises(DeviceError, match="given up"):
+        sessions.keep(key, "a" * 32, HeldFile("item", 0, lambda: ended.append("a")))
+    assert ended == ["a"]
+    assert not sessions.holds(key)
+
+
 def test_a_handle_is_good_no_longer_than_the_certificate_of_who_opened_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,9 +10,10 @@ import pytest
 import hpstore
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.memory import MemoryDevice
-from hpstore.devices.unused_places import claim
-from hpstore.errors import DeviceError, DeviceInUse
+from hpstore.devices.unused_places import alone, claim, mark
+from hpstore.errors import DeviceError, DeviceInUse, DeviceTimeout
 from hpstore.format.records import IDENTITY_FILE, Identity
+from hpstore.membership.members import _let_go
 
 MINE = Identity(pool_id="a" * 32, device_id="1" * 32, domain="d")
 OTHER = Identity(pool_id="b" * 32, device_id="2" * 32, domain="d")
@@ -77,6 +78,21 @@ def test_a_place_that_two_pools_add_becomes_a_device_of_one(
         assert other.get("k") == b"v"
 
 
+def test_a_place_that_another_process_claims_is_not_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its rights are those of the pool that gets it."""
+    first, second = LocalDevice(str(tmp_path)), LocalDevice(str(tmp_path))
+    with alone(first):
+        monkeypatch.setattr(LocalDevice, "prepare", lambda _: pytest.fail("it was changed"))
+        with pytest.raises(DeviceInUse, match="by another process"):
+            claim(second, OTHER)
+        mark(first, MINE)
+    assert first.read_small(IDENTITY_FILE, 4096) == MINE.encode()
+    first.close()
+    second.close()
+
+
 def test_a_place_that_is_let_go_can_be_claimed(tmp_path: Path) -> None:
     """A pool that was not made leaves no lock, and nothing in places that were not there."""
     (tmp_path / "d3").mkdir()
@@ -106,6 +122,38 @@ def test_a_store_keeps_the_first_of_two_identities() -> None:
     with pytest.raises(DeviceInUse, match="by another process"):
         claim(device, MINE)
     assert device.read_small(IDENTITY_FILE, 4096) == OTHER.encode()
+
+
+def test_a_place_whose_lock_is_not_answered_is_not_claimed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another process may have it: that locks do not work there is another error."""
+
+    def silent(*_: int) -> None:
+        raise DeviceTimeout("no answer")
+
+    device = MemoryDevice("memory:a")
+    monkeypatch.setattr(device, "hold", silent)
+    with pytest.raises(DeviceTimeout):
+        claim(device, MINE)
+    assert device.stamp(IDENTITY_FILE) is None
+
+
+def test_what_a_process_that_died_at_its_look_has_left_is_no_hindrance(tmp_path: Path) -> None:
+    """And a process that looks at this moment probes in tmp/, too."""
+    (tmp_path / "d1/tmp").mkdir(parents=True)
+    (tmp_path / "d1/tmp/00000000000000000001-probe-00").write_text("x")
+    make(tmp_path, "pool.toml").close()
+
+
+def test_a_pool_that_was_not_made_leaves_the_identity_of_another_one() -> None:
+    """Which was written over its own, where nothing locks."""
+    device = MemoryDevice("memory:a")
+    device.write_small(IDENTITY_FILE, OTHER.encode())
+    _let_go(device, MINE)
+    assert device.read_small(IDENTITY_FILE, 4096) == OTHER.encode()
+    _let_go(device, OTHER)
+    assert device.stamp(IDENTITY_FILE) is None
 
 
 def test_a_place_without_locks_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -278,8 +279,11 @@ def test_an_index_that_is_no_whole_number_names_no_sample(data: Dataset) -> None
     for bad in (1.5, "1", None, [3, 4], slice(0, 3), np.array([1, 2])):
         with pytest.raises(ConfigError, match="whole number"):
             data[bad]
-    for bad in ([1.5], ["1"], [True, False]):
+    for bad in ([1.5], ["1"], [True, False], [1, None], [Decimal("1.5"), 2]):
         with pytest.raises(ConfigError, match="whole numbers"):
+            data.__getitems__(bad)
+    for bad in ([2**63, -1], np.array([2**64 - 1], np.uint64), [COUNT]):
+        with pytest.raises(IndexError):
             data.__getitems__(bad)
     for number in (10**20, -(10**20), COUNT, -COUNT - 1):
         with pytest.raises(IndexError):

@@ -45,6 +45,7 @@ class Peer:
         self.idle = True
         self.then: Callable[[bytes], Any] = bytes
         self.thread = ""
+        self.unjudged = False
 
     def call(self) -> SplitCall[Any]:
         return SplitCall(self.begin, self.whole)
@@ -53,7 +54,9 @@ class Peer:
         if not self.idle:
             return None
         self.log.append(f"send {self.name}")
-        sent: Sent[bytes] = Sent(self.stream.fileno(), self.stream.arrived, self.finish, self.drop)
+        sent: Sent[bytes] = Sent(
+            self.stream.fileno(), self.stream.arrived, self.finish, self.drop, self.leave
+        )
         return sent.then(lambda answer: self.then(answer))
 
     def finish(self) -> bytes:
@@ -66,6 +69,9 @@ class Peer:
 
     def drop(self) -> None:
         self.dropped = True
+
+    def leave(self) -> None:
+        self.unjudged = True
 
     def whole(self) -> str:
         self.thread = threading.current_thread().name
@@ -185,6 +191,43 @@ def test_what_needs_more_than_an_answer_is_made_on_a_lane(
     assert {peers[name].thread[:9] for name in "bc"} == {"hpstore-b", "hpstore-c"}
 
 
+def test_a_call_that_no_lane_finishes_is_given_up(
+    peers: dict[str, Peer], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was sent: what the other side holds for it by now, such as a lock, must not stay."""
+    monkeypatch.setattr(split_calls, "SOON_SECONDS", 0.01)
+    busy = threading.Event()
+    try:
+        before = scheduler.submit("a", busy.wait)
+        late = scheduler.start({"a": peers["a"].call()}, brief="look")["a"]
+        assert late.cancel()
+        assert not peers["a"].dropped
+    finally:
+        busy.set()
+    before.result(LIMIT_SECONDS)
+    del late
+    assert soon(lambda: peers["a"].dropped)
+
+
+def test_an_answer_that_waited_for_its_lane_says_nothing_of_the_device(
+    peers: dict[str, Peer], scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(split_calls, "SOON_SECONDS", 0.01)
+    busy = threading.Event()
+    try:
+        scheduler.submit("a", busy.wait)
+        both = {name: peers[name].call() for name in "ab"}
+        found = scheduler.start(both, brief="look")
+        peers["a"].side.sendall(ANSWER)
+        assert soon(lambda: peers["a"].stream.arrived() is True)
+    finally:
+        busy.set()
+    assert found["a"].result(LIMIT_SECONDS) == b"ok"
+    peers["b"].side.sendall(ANSWER)
+    assert found["b"].result(LIMIT_SECONDS) == b"ok"
+    assert (peers["a"].unjudged, peers["b"].unjudged) == (True, False)
+
+
 def test_other_calls_are_made_as_ever(peers: dict[str, Peer], scheduler: Scheduler) -> None:
     """Where they are not brief, and where one of them has no halves."""
     assert scheduler.gather(calls(peers), LIMIT_SECONDS) == {n: f"whole {n}" for n in "abc"}
@@ -235,6 +278,20 @@ def test_an_answer_is_collected_without_waiting(peers: dict[str, Peer]) -> None:
         assert third.stream.arrived() is False
         third.side.sendall(bytes(60_000))
     assert soon(lambda: third.stream.arrived() is None)
+
+
+def test_a_head_of_another_form_is_not_waited_for(peers: dict[str, Peer]) -> None:
+    """Its body, of whatever length, may not have come."""
+    peer = peers["a"]
+    peer.side.sendall(b"HTTP/1.1 200 -\r\nContent-Length:\t9\r\n\r\n")
+    assert soon(lambda: peer.stream.arrived() is None)
+
+
+def test_a_closed_connection_is_not_silent(peers: dict[str, Peer]) -> None:
+    """Another thread may have closed it; poll() takes no closed socket."""
+    assert peers["a"].stream.silent()
+    peers["a"].stream.close()
+    assert not peers["a"].stream.silent()
 
 
 def _has_collected(peer: Peer, count: int) -> bool:

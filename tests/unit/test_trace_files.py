@@ -93,6 +93,8 @@ def test_csv_by_its_header_by_place_or_by_the_column_named(
 def test_a_name_decides_on_bytes_that_are_no_text_alone(tmp_path: Path) -> None:
     (tmp_path / "oracle_db.csv").write_text("1,a,5\n2,b,5\n3,a,5\n4,c,6\n")  # 24 bytes
     assert read_trace(tmp_path / "oracle_db.csv").format == "csv"
+    (tmp_path / "oracle_db.csv").write_bytes("\ufeffid,größe\n1,5\n2,5\n33,77\n".encode())
+    assert read_trace(tmp_path / "oracle_db.csv").format == "csv"
 
 
 def test_msr_may_have_a_header_and_lines_of_windows(tmp_path: Path) -> None:

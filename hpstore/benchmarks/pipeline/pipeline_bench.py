@@ -156,8 +156,8 @@ PICTURES = tuple(
 def tables(
     *, rounds: int = ROUNDS, quick: bool = False, directory: Path | None = None
 ) -> dict[str, Any]:
-    """All figures, with the load before and after, and the bars. `quick`: short, to show that all
-    works; what it says of the bars is then worth nothing. `directory`: where pools are made."""
+    """All figures, with the load before and after, and the bars. `quick`: a short run, to show that
+    everything works; its bars mean nothing. `directory`: where pools are made."""
     loads = [os.getloadavg()[0]]
     few: Mapping[str, Any] = {"forward_seconds": 0.01, "steps": 1, "rounds": 1} if quick else {}
     short: Mapping[str, Any] = {"rounds": 1, "steps": 5} if quick else {}

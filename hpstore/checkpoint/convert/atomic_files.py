@@ -15,6 +15,8 @@ from hpstore.errors import ConfigError
 from hpstore.runtime.rights import keep_rights
 
 _HERE, _EXCHANGE = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+# of filesystems (overlayfs: EXDEV), of old kernels, of sandboxes
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EOPNOTSUPP, errno.EPERM)
 
 
 def check_target(
@@ -105,7 +107,7 @@ def _exchanged(one: Path, other: Path) -> bool:
     if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EXDEV):  # overlayfs: the last
+    if number in _NO_EXCHANGE:
         return False
     raise OSError(number, os.strerror(number), str(other))
 

@@ -86,10 +86,11 @@ class Ranks(Closing):
         """End the groups, their threads and connections: no message is possible after it. Of all
         ranks. Idempotent.
 
-        Two things leave them to the end of the process. Where a message was lost, torch would wait
-        for it in here, as long as the timeout of the group. And where some ranks alone have made a
-        group, torch has its name from the number of groups that there are: with fewer of them, the
-        next such group would get a name that was used.
+        In two cases the groups stay until the process ends. Where a message was lost, torch would
+        wait for it in here, as long as the timeout of the group. And where some ranks alone have
+        made a group, torch has its name from the number of groups that there are: with fewer of
+        them, the next such group would get a name that was used. Those of a Checkpointer with
+        `group=` are such groups.
         """
         names = dist.distributed_c10d._world.pg_names.values() if self.world > 1 else ()
         if not self.lost and not any(map(_BY_NUMBER.fullmatch, names)):
@@ -184,8 +185,8 @@ class Ranks(Closing):
     def _group(self, channel: RankChannel) -> Any:
         if channel not in self._groups:
             raise CheckpointError(
-                "the ranks exchange no more messages: what they were for is closed. What was "
-                "committed is untouched; make a new one on all ranks"
+                "the ranks cannot exchange messages: the object that used them is closed. "
+                "Committed steps are untouched. Make a new one on all ranks"
             )
         return self._groups[channel]
 

@@ -86,7 +86,7 @@ class DeviceMeter:
             sent.drop()
 
         finish = partial(self._noted, ticket, operation, nbytes, sent.finish)
-        return Sent(sent.fileno, sent.arrived, finish, drop)
+        return Sent(sent.fileno, sent.arrived, finish, drop, partial(self.leave, ticket))
 
     def _noted(self, ticket: int, operation: int, nbytes: int, act: Callable[[], T]) -> T:
         recorder, outcome = self.recorder, _ERROR

@@ -122,15 +122,9 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         """Samples in the order of `indices`; tensors are views of one buffer of this call.
 
         A negative index counts from the end. Raises IndexError, IntegrityError naming the sample,
-        ConfigError for what are no whole numbers.
+        ConfigError if an index is not an integer.
         """
-        given = np.asarray(indices).reshape(-1)
-        if len(given) and given.dtype.kind not in "iuO":
-            raise ConfigError(f"indices of samples are whole numbers, not {given.dtype}")
-        try:
-            rows = np.array(indices, np.int64).reshape(-1)
-        except OverflowError as error:
-            raise IndexError(f"a sample of {repr(indices)[:60]}, of {len(self)}") from error
+        rows = self._numbers(indices)
         rows = np.where((rows < 0) & (rows >= -len(self)), rows + len(self), rows)
         self._check_range(rows)
         columns: dict[str, Sequence[Value]] = {}
@@ -147,6 +141,22 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
             there = zip(columns[name], mask.tolist(), strict=True)
             columns[name] = [value if has else None for value, has in there]
         return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]
+
+    def _numbers(self, indices: Sequence[int]) -> Int64s:
+        """Indices as they are given. numpy makes floats and unsigned numbers of large ones."""
+        given = np.asarray(indices).reshape(-1)
+        kind = given.dtype.kind if len(given) else "i"
+        try:
+            if kind in "uOf":
+                each = np.asarray(indices, object).reshape(-1).tolist()
+                return np.array([operator.index(one) for one in each], np.int64)
+            if kind == "i":
+                return given.astype(np.int64)
+        except OverflowError as error:
+            raise IndexError(f"a sample of {repr(indices)[:60]}, of {len(self)}") from error
+        except TypeError as error:
+            raise ConfigError(f"indices of samples are whole numbers: {error}") from error
+        raise ConfigError(f"indices of samples are whole numbers, not {given.dtype}")
 
     def _values(
         self, name: str, rows: Int64s, raw: Sequence[Bytes], mask: Array | None

@@ -23,7 +23,7 @@ def local_path(where: str | os.PathLike[str]) -> str:
     """The path of files of this machine; file:// is taken off. Raises ConfigError for URLs."""
     text = os.fspath(where)
     if text.startswith("file://"):
-        return unquote(urlsplit(text).path)
+        return checked_path(unquote(urlsplit(text).path), "source")
     if is_remote(text) or text.startswith("pipe:"):
         raise ConfigError(
             f"{text} is not on this machine. From elsewhere are read, by URL, JSON Lines, CSV, "

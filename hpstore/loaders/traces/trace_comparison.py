@@ -99,12 +99,14 @@ def plain_ratios(
         asked = requests.tolist()
         made = {name: PLAIN[name](capacity, blocks) for name in names}
         return {name: sum(map(request, asked)) / len(asked) for name, request in made.items()}
-    directories = Directories(names, blocks, capacity, seen=np.zeros(blocks, np.uint8))
-    hits = np.zeros(len(names), np.int64)
-    for start in range(0, len(requests), _PIECE):
-        masks = directories.request(requests[start : start + _PIECE])
-        hits += [np.count_nonzero(masks & np.uint16(1 << bit)) for bit in range(len(names))]
-    return {name: int(count) / len(requests) for name, count in zip(names, hits, strict=True)}
+    found = {}
+    for name in names:  # directories of all at once would take several times the memory
+        directory = Directories([name], blocks, capacity, seen=np.zeros(blocks, np.uint8))
+        hits = 0
+        for start in range(0, len(requests), _PIECE):
+            hits += int(np.count_nonzero(directory.request(requests[start : start + _PIECE])))
+        found[name] = hits / len(requests)
+    return found
 
 
 def compare(

@@ -198,16 +198,25 @@ def _kind(path: Path, file: BufferedReader, given: str) -> str:
     if given != "auto":
         return given
     head = file.peek(_MOST_LINE)[:_MOST_LINE]
+    wide = _is_wide(head[:4096])
     # the name alone decides only where the bytes are no text
-    if "oracle" in path.name.lower() and (not head or head.translate(None, _PRINTED)):
+    if "oracle" in path.name.lower() and not (wide or _is_text(head)):
         return "oracle"
-    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or _is_wide(head[:4096]):
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or wide:
         raise ConfigError(f"{path} is text in UTF-16: write it as UTF-8, or name its format")
     for line in head.split(b"\n", 2)[:2]:  # the first one may be a header
         cells = line.strip().split(b",")
         if len(cells) == 7 and cells[3].strip().lower() in (b"read", b"write"):
             return "msr"
     return "oracle" if b"\0" in head[:4096] else "csv"
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether it is UTF-8 without zeros; its last letter may be cut. Nothing is no text."""
+    try:
+        return bool(codecs.getincrementaldecoder("utf-8")().decode(head)) and b"\0" not in head
+    except UnicodeDecodeError:
+        return False
 
 
 def _is_wide(head: bytes) -> bool:

@@ -228,7 +228,7 @@ class _Opening:
             return self._checked(handle)
         except IntegrityError as error:
             handle.close()
-            # recycling renames before it blanks: what is damaged under its own name is damaged
+            # recycling renames a file before it blanks it: under its own name it is really damaged
             if self._device.stamp(self._path) is None:
                 where = f"{self._path} on {self._device.url}"
                 raise FileNotFoundError(f"{where} was recycled") from error

@@ -487,8 +487,8 @@ class PipelineHooks(Closing):
         return report_of(tallies, self._runner.plan)
 
     def close(self) -> None:
-        """Stop fetching, and exchange no more messages. The checkpointer and the loader stay the
-        caller's. Idempotent."""
+        """Stop fetching, and exchange no more messages: call bubbles() before. The checkpointer and
+        the loader stay the caller's. Idempotent."""
         self.gate.open()
         self._supply.close()
         self._ranks.close()
