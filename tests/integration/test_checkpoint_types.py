@@ -160,6 +160,51 @@ def test_a_factory_that_nothing_can_hold_is_kept_by_who_has_it(
         state["b"]["new"]
 
 
+class _Named(dict[str, int]):
+    pass
+
+
+class _Pair(tuple[int, ...]):
+    pass
+
+
+class _Text(str):
+    __slots__ = ()
+
+
+def test_a_class_that_is_lost_is_warned_of_once(
+    pool: hpstore.Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A mapping that the state has is filled and keeps its class; all else is Python's own."""
+    saved = {"a": _Named(x=1), "b": _Named(x=2), "c": _Pair((1, 2)), "d": _Text("t")}
+    with Checkpointer(pool, "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, saved).result()
+        state: dict[str, Any] = {"a": _Named(x=0), "b": None, "c": None, "d": None}
+        ckpt.restore(state)
+    assert [type(value) for value in state.values()] == [_Named, dict, tuple, str]
+    assert state == saved
+    warned = [text for text in caplog.messages if "comes back as a plain" in text]
+    assert [text.split("plain ")[1].split(":")[0] for text in warned] == [
+        "dict, unless the state that is restored has one in its place",
+        "tuple",
+        "str",
+    ]
+
+
+@pytest.mark.parametrize(
+    "array", [np.array(["a"]), np.zeros(1, "M8[s]"), np.zeros(1, [("a", "i4"), ("b", "f8")])]
+)
+def test_arrays_that_torch_has_no_type_for_are_refused(
+    pool: hpstore.Pool, array: np.ndarray[Any, Any]
+) -> None:
+    """With the path, and with what can be saved in their place."""
+    with Checkpointer(pool, "run") as ckpt:
+        with pytest.raises(CheckpointError, match=r"'x' is a numpy array of .*: save "):
+            ckpt.save(1, {"x": array}).result()
+        assert ckpt.latest_valid() is None
+
+
 def test_a_generator_of_another_algorithm_changes_nothing(pool: hpstore.Pool) -> None:
     """Said before anything is filled."""
     weights = torch.zeros(3)

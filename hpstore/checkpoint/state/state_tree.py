@@ -39,6 +39,7 @@ from hpstore.checkpoint.state.typed_objects import (
     of_mapping,
     of_sequence,
     sequence_parts,
+    warn_of_class,
 )
 from hpstore.errors import CheckpointError, IntegrityError
 from hpstore.format.untrusted_bytes import MALFORMED, brief
@@ -257,6 +258,7 @@ def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -
     if scalar is not None:
         return scalar
     if isinstance(value, str):
+        warn_of_class(type(value), path)
         return _encode_plain(str.__str__(value), path)
     if isinstance(value, Mapping):
         return _encode_mapping(value, mapping_type(value, path), path, found, depth)
@@ -265,6 +267,8 @@ def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -
     if isinstance(value, tuple):
         inner = _encode_list(value, path, found, depth)
         names = field_names(value)
+        if not names:
+            warn_of_class(type(value), path)
         return {TAG: "tuple", "v": inner} | ({"fields": list(names)} if names else {})
     sequence = sequence_parts(value)
     if sequence is not None:
@@ -301,7 +305,10 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors)
             f"state {path!r} is a masked array: save its .data and .mask, the mask would be lost"
         )
     if value.dtype.fields is not None:
-        raise CheckpointError(f"state {path!r}: numpy arrays of {value.dtype} cannot be saved")
+        raise CheckpointError(
+            f"state {path!r} is a numpy array of {value.dtype}: save each field by itself. Nothing "
+            "was written."
+        )
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if not value.flags.writeable:  # torch would warn of it: a view of a tensor could be written
@@ -309,7 +316,10 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors)
     try:
         tensor = torch.from_numpy(np.ascontiguousarray(value).reshape(value.shape))
     except TypeError as error:
-        raise CheckpointError(f"state {path!r}: {error}") from error
+        raise CheckpointError(
+            f"state {path!r} is a numpy array of {value.dtype}, which torch has no type for: save "
+            "it as a list, or as numbers. Nothing was written."
+        ) from error
     return found.add(tensor, path)
 
 

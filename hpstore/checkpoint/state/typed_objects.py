@@ -45,6 +45,7 @@ _FACTORIES: dict[str, Any] = {
     )
 }
 _DEPTH = 64
+_plain_again: set[type] = set()  # of which a warning was given
 _NAMESPACES = {"Namespace": argparse.Namespace, "SimpleNamespace": types.SimpleNamespace}
 
 
@@ -86,6 +87,8 @@ def mapping_type(value: Mapping[Any, Any], path: str) -> Extra:
     if kind in (OrderedDict, Counter):
         return {"type": kind.__name__}
     if not isinstance(value, defaultdict):
+        if kind is not dict:
+            warn_of_class(kind, path)
         return {}
     factory = value.default_factory
     name = "" if factory is None else getattr(factory, "__name__", "?")
@@ -103,6 +106,23 @@ def _warn_of_factory(path: str, factory: str) -> None:
         "defaultdict in its place, and makes one without a factory elsewhere",
         path,
         factory,
+    )
+
+
+def warn_of_class(kind: type, path: str) -> None:
+    """Once for each class of mappings, tuples or texts that comes back as Python's own."""
+    if kind in _plain_again:
+        return
+    _plain_again.add(kind)
+    plain = next((p.__name__ for p in (str, tuple) if issubclass(kind, p)), "dict")
+    _log.warning(
+        "%r is a %s.%s, which comes back as a plain %s%s: a checkpoint holds neither its class nor "
+        "its attributes",
+        path,
+        kind.__module__,
+        kind.__qualname__,
+        plain,
+        ", unless the state that is restored has one in its place" if plain == "dict" else "",
     )
 
 
