@@ -12,13 +12,14 @@ import typer
 
 import hpstore
 from hpstore.cli.confirm import agree
-from hpstore.cli.options import Json, PoolName, Yes, size_option
+from hpstore.cli.options import Json, PoolName, Ray, Yes, size_option
 from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.units import MIB, format_bytes
 
 if TYPE_CHECKING:
-    from hpstore.loaders import DatasetReport, IngestReport
+    from hpstore.loaders import DatasetInfo, DatasetReport, IngestReport, PartsReport
+    from hpstore.loaders.ingestion.ingest_journal import Progressed
 
 datasets = typer.Typer(no_args_is_help=True, help="Ingest, list, show, verify, remove data sets.")
 
@@ -35,6 +36,18 @@ Append = Annotated[
 NewVersion = Annotated[
     str | None, typer.Option("--version", help="with --append: name of the new version")
 ]
+Kind = Annotated[
+    str, typer.Option("--format", help="auto, or one of docs/data.md: images, parquet, jsonl, ...")
+]
+Fields = Annotated[
+    list[str] | None, typer.Option(help="only this field of each sample; repeatable")
+]
+Options = Annotated[
+    list[str] | None, typer.Option(help="NAME=VALUE of the format (docs/data.md); repeatable")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace a data set")]
+Layout = Annotated[str, typer.Option(help="rows, columns or auto")]
+Compression = Annotated[str, typer.Option(help="lz4, zstd or blosc")]
 _SHOWN = 20
 
 
@@ -43,16 +56,9 @@ def ingest(
     pool: PoolName,
     name: Name,
     source: Annotated[str, typer.Argument(help="folder, file, pattern or URL to read")],
-    kind: Annotated[
-        str,
-        typer.Option("--format", help="auto, or one of docs/data.md: images, parquet, jsonl, ..."),
-    ] = "auto",
-    field: Annotated[
-        list[str] | None, typer.Option(help="only this field of each sample; repeatable")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of the format (docs/data.md); repeatable")
-    ] = None,
+    kind: Kind = "auto",
+    field: Fields = None,
+    option: Options = None,
     shuffle: Annotated[bool, typer.Option(help="mix the samples, or keep their order")] = True,
     seed: Annotated[int, typer.Option(min=0, help="of the shuffle; recorded")] = 0,
     on_error: Annotated[str, typer.Option(help="bad records: raise or skip")] = "raise",
@@ -61,13 +67,13 @@ def ingest(
         int | None, typer.Option(min=1, help="files or records to read at a time")
     ] = None,
     restart: Restart = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace a data set")] = False,
+    overwrite: Overwrite = False,
     append: Append = False,
     version: NewVersion = None,
-    layout: Annotated[str, typer.Option(help="rows, columns or auto")] = "auto",
+    layout: Layout = "auto",
     shard: Annotated[int, size_option("size of an object", "256MiB")] = 256 * MIB,
     unit: Annotated[int | None, size_option("page, such as 1MiB (default: by the records)")] = None,
-    compression: Annotated[str, typer.Option(help="lz4, zstd or blosc")] = "",
+    compression: Compression = "",
     check_images: Annotated[bool, typer.Option(help="find images that are cut short")] = True,
     as_json: Json = False,
 ) -> None:
@@ -153,42 +159,83 @@ def _show_ingest(report: IngestReport) -> None:
 
 
 @datasets.command()
+def ingest_parts(
+    pool: PoolName,
+    name: Name,
+    source: Annotated[str, typer.Argument(help="folder or pattern of files, each with samples")],
+    ray: Ray = None,
+    parts: Annotated[
+        int | None, typer.Option("--parts", min=1, help="so many (default: one for each file)")
+    ] = None,
+    kind: Kind = "auto",
+    field: Fields = None,
+    option: Options = None,
+    shuffle: Annotated[bool, typer.Option(help="mix the samples of each part")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="of the shuffle; recorded")] = 0,
+    restart: Restart = False,
+    overwrite: Overwrite = False,
+    layout: Layout = "auto",
+    shard: Annotated[int, size_option("size of an object", "256MiB")] = 256 * MIB,
+    compression: Compression = "",
+    as_json: Json = False,
+) -> None:
+    """Write files as one dataset in parts, by a Ray cluster; run it again if it was interrupted.
+
+    hpstore dataset ingest-parts pool.toml train '/data/shards/*.parquet' --ray auto
+    """
+    report = _ingested_by_parts(
+        pool,
+        name,
+        source,
+        ray,
+        parts=parts,
+        format=kind,
+        source_options=_options(option or []),
+        fields=field or None,
+        shuffle=shuffle,
+        seed=seed,
+        resume=not restart,
+        overwrite=overwrite,
+        layout=layout,
+        shard_bytes=shard,
+        compression=compression or None,
+    )
+    say(
+        asdict(report),
+        f"{report.name}: {report.samples} samples of {report.sources} files in {report.parts} "
+        f"parts, {report.resumed} of them before; {report.seconds:.1f} s",
+        as_json=as_json,
+    )
+
+
+def _ingested_by_parts(
+    pool: str, name: str, source: str, ray: str | None, **options: Any
+) -> PartsReport:
+    from hpstore.loaders import ingest_parts as ingest_files
+
+    with hpstore.open(pool) as opened, progress_bar("ingest") as bar:
+        if ray is not None:
+            from hpstore.loaders.ingestion.ray_parts import RayParts  # takes seconds to import
+
+            options["runner"] = RayParts(opened, address=ray)
+        options["progress"] = lambda step: bar.steps(step.done, step.total)
+        return ingest_files(opened, name, source, **options)
+
+
+@datasets.command()
 def ls(pool: PoolName, as_json: Json = False) -> None:
     """List datasets, and ingests that were cut short.
 
     hpstore dataset ls pool.toml
     """
     from hpstore.loaders import list_datasets, unfinished_ingests
+    from hpstore.loaders.dataset.stored_manifests import waiting_parts
 
     with hpstore.open(pool, read_only=True) as opened:
         found, unfinished = list_datasets(opened), unfinished_ingests(opened)
+        waiting = waiting_parts(opened)
     if as_json:
-        rows: list[object] = [
-            {
-                "name": d.name,
-                "state": "damaged" if d.problem else "published",
-                "samples": d.rows,
-                "bytes": d.record_bytes,
-                "fields": list(d.fields or ()),
-                "layout": d.layout,
-                "compression": d.compression,
-                "fingerprint": d.fingerprint,
-                "version": d.version,
-                "problem": d.problem,
-            }
-            for d in found
-        ]
-        cut = [
-            {
-                "name": name,
-                "state": "unfinished",
-                "samples": p.rows,
-                "bytes": p.nbytes,
-                "skipped": len(p.skipped),
-            }
-            for name, p in unfinished.items()
-        ]
-        emit_json(rows + cut)
+        emit_json(_listed(found, unfinished, waiting))
         return
     published = [
         (
@@ -204,7 +251,53 @@ def ls(pool: PoolName, as_json: Json = False) -> None:
         (name, "unfinished ingest", p.rows, format_bytes(p.nbytes), "")
         for name, p in unfinished.items()
     ]
-    table("", ("data set", "state", "samples", "size", "fields"), published + cut_short)
+    written = [
+        (name, f"{done} of {count} parts written", "", "", "")
+        for name, (done, count) in waiting.items()
+    ]
+    table(
+        "",
+        ("data set", "state", "samples", "size", "fields"),
+        [*published, *cut_short, *written],
+    )
+
+
+def _listed(
+    found: list[DatasetInfo],
+    unfinished: dict[str, Progressed],
+    waiting: dict[str, tuple[int, int]],
+) -> list[dict[str, object]]:
+    """What `ls` gives as JSON."""
+    rows: list[dict[str, object]] = [
+        {
+            "name": d.name,
+            "state": "damaged" if d.problem else "published",
+            "samples": d.rows,
+            "bytes": d.record_bytes,
+            "fields": list(d.fields or ()),
+            "layout": d.layout,
+            "compression": d.compression,
+            "fingerprint": d.fingerprint,
+            "version": d.version,
+            "problem": d.problem,
+        }
+        for d in found
+    ]
+    rows += [
+        {
+            "name": name,
+            "state": "unfinished",
+            "samples": p.rows,
+            "bytes": p.nbytes,
+            "skipped": len(p.skipped),
+        }
+        for name, p in unfinished.items()
+    ]
+    rows += [
+        {"name": name, "state": "unfinished", "parts": done, "parts_in_all": count}
+        for name, (done, count) in waiting.items()
+    ]
+    return rows
 
 
 @datasets.command()

@@ -7,8 +7,6 @@ land is a wish (soft affinity): with a host dead its tasks run elsewhere.
 
 from __future__ import annotations
 
-import logging
-import socket
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from hpstore.config import PoolConfig
-from hpstore.errors import ConfigError, HpstoreError
+from hpstore.interop.ray_cluster import RETRIES, WAIT_SECONDS, connect, cpus, lost, open_the_pool
 from hpstore.maintenance.repair_runner import Domains, Outcome, RepairJob
 from hpstore.pool.pool import Pool
 from hpstore.units import bytes_argument, whole_argument
@@ -27,10 +25,8 @@ try:
 except ImportError:  # without the extra ray
     ray = None
 
-_log = logging.getLogger(__name__)
 RESOURCE = "hpstore-host-"  # and the failure domain: what a node of Ray says where it is
-_RETRIES = 3  # of a task whose worker died
-_WAIT_SECONDS = 1.0  # between two looks for Ctrl-C
+_ADVICE = "What it repaired is repaired; run it again for the rest"
 Done = tuple[list[tuple[str, Outcome]], tuple[str, ...]]  # what became of keys, and those left
 
 
@@ -77,14 +73,7 @@ def repair_batch(
     keys are absent, and an absent one needs no repair.
     """
     done: list[tuple[str, Outcome]] = []
-    with Pool(config) as pool:
-        found = pool.admin.record.pool_id
-        if found != pool_id:
-            raise ConfigError(
-                f"on host {socket.gethostname()} the devices of {config.path} are of pool "
-                f"{found[:8]}, not {pool_id[:8]}: give every node the same devices under the same "
-                "URLs. Nothing was changed there."
-            )
+    with open_the_pool(config, pool_id) as pool:
         for key, outcome in pool.admin.repair_keys(keys, **job):
             done.append((key, outcome))
             most_bytes -= 0 if isinstance(outcome, Exception) else outcome.bytes
@@ -124,13 +113,10 @@ class RayRepairs:
         batch_objects: int = 64,
         batch_bytes: int | str = "1GiB",
     ) -> None:
-        if ray is None:
-            raise ConfigError("Ray is not installed: pip install 'hpstore[ray]'")
+        connect(address)
         self._config, self._pool_id = pool.config, pool.admin.record.pool_id
         self._objects = whole_argument("batch_objects", batch_objects, least=1)
         self._bytes = bytes_argument("batch_bytes", batch_bytes, least=1)
-        if not ray.is_initialized():
-            ray.init(address=address, log_to_driver=False)
 
     def __call__(self, keys: Iterable[str], job: RepairJob) -> Iterator[tuple[str, Outcome]]:
         """As RepairRunner has it. Ends tasks that are under way when it is closed early."""
@@ -160,7 +146,7 @@ class _Tasks:
     """Tasks under way. For one thread."""
 
     def __init__(self, config: PoolConfig, pool_id: str, job: RepairJob, most_bytes: int) -> None:
-        self.width = max(1, int(ray.cluster_resources().get("CPU", 1)))
+        self.width = cpus()
         rate = job.rate_bytes_per_second
         self._arguments = {
             "verify": job.verify,
@@ -177,7 +163,7 @@ class _Tasks:
         return len(self._flying)
 
     def submit(self, batch: KeyBatch) -> None:
-        options: dict[str, Any] = {"num_cpus": 1, "max_retries": _RETRIES}
+        options: dict[str, Any] = {"num_cpus": 1, "max_retries": RETRIES}
         node = self.nodes.get(batch.domain)
         if node is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
@@ -192,14 +178,14 @@ class _Tasks:
 
     def finished(self) -> dict[str, Outcome]:
         """Wait for a task; what became of its keys. Those it did not get to go into another."""
-        ready, _ = ray.wait(list(self._flying), num_returns=1, timeout=_WAIT_SECONDS)
+        ready, _ = ray.wait(list(self._flying), num_returns=1, timeout=WAIT_SECONDS)
         found: dict[str, Outcome] = {}
         for reference in ready:
             batch = self._flying.pop(reference)
             try:
                 done, rest = ray.get(reference)
             except ray.exceptions.RayError as error:
-                found |= dict.fromkeys(batch.keys, _lost(error))
+                found |= dict.fromkeys(batch.keys, lost(error, _ADVICE))
                 continue
             found |= dict(done)
             if rest:
@@ -221,10 +207,3 @@ def _nodes_by_domain() -> dict[str, str]:
         for name in node["Resources"]
         if name.startswith(RESOURCE)
     }
-
-
-def _lost(error: Exception) -> HpstoreError:
-    cause = getattr(error, "cause", None) or error
-    text = f"a task of Ray ended without a report: {type(cause).__name__}: {cause}".splitlines()[0]
-    _log.warning("%s", text)
-    return HpstoreError(f"{text}. What it repaired is repaired; run it again for the rest")

@@ -210,6 +210,6 @@ def test_without_ray_it_says_what_to_install(
     damaged: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not an ImportError out of the middle."""
-    monkeypatch.setattr("hpstore.interop.ray_repairs.ray", None)
+    monkeypatch.setattr("hpstore.interop.ray_cluster.ray", None)
     with pytest.raises(ConfigError, match=r"pip install 'hpstore\[ray\]'"):
         RayRepairs(damaged)

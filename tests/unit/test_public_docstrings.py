@@ -39,6 +39,8 @@ RESULTS = {
         "DatasetVersion",
         "IngestProgress",
         "IngestReport",
+        "PartsProgress",
+        "PartsReport",
         "StepRecord",
     ),
     *("DeviceStatus", "ObjectInfo", "PoolStatus", "Progress", "RebuildReport", "VersionInfo"),

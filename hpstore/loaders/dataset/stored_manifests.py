@@ -58,6 +58,17 @@ def written_parts(pool: Pool, name: str) -> dict[tuple[int, int], DatasetManifes
     return found
 
 
+def waiting_parts(pool: Pool) -> dict[str, tuple[int, int]]:
+    """How many parts of how many are written and not published, by the name of the dataset."""
+    found: dict[str, tuple[int, int]] = {}
+    for key in pool.list(f"{PREFIX}/"):
+        name, _, last = key.removeprefix(f"{PREFIX}/").rpartition("/parts/")
+        match = PART_OF.fullmatch(f"parts/{last}")
+        if name and match is not None:
+            found[name] = (found.get(name, (0, 0))[0] + 1, int(match[2]))
+    return found
+
+
 def published_manifest(pool: Pool, name: str) -> tuple[DatasetManifest | None, str | None]:
     pool = require_pool(pool, "delete_dataset, as publish_parts,")
     return manifest_at(pool, name, manifest_key(check_dataset_name(name)))

@@ -327,7 +327,7 @@ class _Run:
                 if name not in known:
                     raise ConfigError(f"{self.source.where} has no {name!r}")
         self._raise_known()
-        records = self._records()
+        records = records_of(self.source, self.seed, self.window_bytes, self.workers)
         ahead = records.read_rows(IngestPosition(), self._piece_bytes())
         if isinstance(fields, Mapping):
             return check_fields(fields), records, ahead
@@ -348,33 +348,11 @@ class _Run:
         for index, problem in self.source.broken.items():
             raise self._bad(self.source.name_of(index), problem, 0)
 
-    def _records(self) -> Records:
-        if isinstance(self.source, IndexedSource):
-            return NumberedRecords(self.source, self.seed, self.workers)
-        assert isinstance(self.source, BlockwiseSource)
-        return BlockRecords(self.source, self.seed, self.window_bytes)
-
     def _inferred(
         self, ahead: Generator[PlacedRows, None, None], names: Sequence[str] | None
     ) -> tuple[dict[str, Field], Generator[PlacedRows, None, None]]:
-        first = list[PlacedRows]()
-        while sum(len(placed.rows) for placed in first) < LOOKED_AT:
-            placed = next(ahead, None)
-            if placed is None:
-                break
-            first.append(placed)
-        rows = chain.from_iterable(placed.rows.items() for placed in first)
-        items = list(islice(rows, LOOKED_AT))
-        samples = [item.sample for item in items if item.sample is not None]
-        if names is not None:
-            samples = [fitted(sample, names) for sample in samples]
-        if not samples:
-            said = f"{items[0].name}: {items[0].problem}" if items else "it is empty"
-            raise IngestError(
-                f"{self.source.where}: no sample to tell the fields from ({said}); nothing was "
-                "written. Give fields={...}"
-            )
-        return infer_fields(samples), _joined(first, ahead)
+        fields, first = fields_by_look(ahead, names, self.source.where)
+        return fields, _joined(first, ahead)
 
     def _plan(self, fields: Mapping[str, Field], records: Records) -> dict[str, Any]:
         return {
@@ -472,6 +450,38 @@ class _Run:
             'samples are kept and the same call goes on from there. on_error="skip" (--on-error '
             "skip) leaves bad records out"
         )
+
+
+def records_of(source: Source, seed: int | None, window_bytes: int, workers: int) -> Records:
+    """The records of a source in the order of writing; `seed` None: in that of the source."""
+    if isinstance(source, IndexedSource):
+        return NumberedRecords(source, seed, workers)
+    assert isinstance(source, BlockwiseSource)
+    return BlockRecords(source, seed, window_bytes)
+
+
+def fields_by_look(
+    ahead: Iterator[PlacedRows], names: Sequence[str] | None, where: str
+) -> tuple[dict[str, Field], list[PlacedRows]]:
+    """The fields that the first records have, and these, which `ahead` gives no more."""
+    first = list[PlacedRows]()
+    while sum(len(placed.rows) for placed in first) < LOOKED_AT:
+        placed = next(ahead, None)
+        if placed is None:
+            break
+        first.append(placed)
+    rows = chain.from_iterable(placed.rows.items() for placed in first)
+    items = list(islice(rows, LOOKED_AT))
+    samples = [item.sample for item in items if item.sample is not None]
+    if names is not None:
+        samples = [fitted(sample, names) for sample in samples]
+    if not samples:
+        said = f"{items[0].name}: {items[0].problem}" if items else "it is empty"
+        raise IngestError(
+            f"{where}: no sample to tell the fields from ({said}); nothing was "
+            "written. Give fields={...}"
+        )
+    return infer_fields(samples), first
 
 
 def _joined(

@@ -1,0 +1,334 @@
+"""Ingest many files by several workers: each writes parts, which are published together.
+
+The list of parts is a function of the arguments, and a part that is stored says of what it is: a
+caller that was killed finds what is done when it calls again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any
+
+from hpstore.errors import ConfigError, HpstoreError, IngestError
+from hpstore.format.checksum import digest128
+from hpstore.loaders.dataset.dataset_manifest import check_new_name, part_key
+from hpstore.loaders.dataset.fields import Field, check_fields
+from hpstore.loaders.dataset.publish_dataset import DatasetInfo, publish_parts
+from hpstore.loaders.dataset.record_layout import SHARD_BYTES
+from hpstore.loaders.dataset.remove_dataset import delete_if_there
+from hpstore.loaders.dataset.stored_manifests import require_pool, written_parts
+from hpstore.loaders.ingestion.ingest_run import fields_by_look, records_of
+from hpstore.loaders.ingestion.open_source import open_source
+from hpstore.loaders.ingestion.part_committer import discard, replaceable
+from hpstore.loaders.ingestion.source_formats import ENDINGS, SourceFormat, format_of
+from hpstore.loaders.ingestion.source_paths import is_remote, local_files, local_path
+from hpstore.loaders.ingestion.write_order import IngestPosition
+from hpstore.loaders.ingestion.write_part import LINEAGE, PartJob, PartReport, write_part
+from hpstore.pool.pool import Pool
+from hpstore.units import bytes_argument, whole_argument
+
+_log = logging.getLogger(__name__)
+MOST_PARTS = 256  # by default: each has a few objects of its own
+ONE_BY_ONE = (
+    SourceFormat.PARQUET,
+    SourceFormat.WEBDATASET,
+    SourceFormat.JSONL,
+    SourceFormat.CSV,
+    SourceFormat.TFRECORD,
+    SourceFormat.HDF5,
+)
+"""Formats of which each file of a folder is a source by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsProgress:
+    """How far it is: parts done, of how many in all, and their samples."""
+
+    done: int
+    total: int
+    rows: int
+
+
+Outcome = PartReport | HpstoreError
+PartRunner = Callable[[Iterable[PartJob]], Iterator[tuple[PartJob, Outcome]]]
+"""Does jobs, in any order, and says how each went. What it takes of the iterable it answers for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsReport:
+    """What ingest_parts published. `resumed`: parts of an earlier call."""
+
+    name: str
+    samples: int
+    parts: int
+    resumed: int
+    sources: int
+    fingerprint: str
+    seconds: float
+
+
+class PartsHere:
+    """Jobs one after another, in this process and thread."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def __call__(self, jobs: Iterable[PartJob]) -> Iterator[tuple[PartJob, Outcome]]:
+        for job in jobs:
+            try:
+                yield job, write_part(self._pool, job)
+            except HpstoreError as error:
+                yield job, error
+
+
+def ingest_parts(
+    pool: Pool,
+    name: str,
+    sources: str | Sequence[str | os.PathLike[str]],
+    *,
+    runner: PartRunner | None = None,
+    parts: int | None = None,
+    format: str = "auto",  # noqa: A002 (the word that users look for)
+    source_options: Mapping[str, object] | None = None,
+    fields: Mapping[str, Field] | Sequence[str] | None = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    resume: bool = True,
+    overwrite: bool = False,
+    layout: str = "auto",
+    shard_bytes: int | str = SHARD_BYTES,
+    compression: str | None = None,
+    metadata: Mapping[str, object] | None = None,
+    progress: Callable[[PartsProgress], None] | None = None,
+) -> PartsReport:
+    """Write files as one dataset, in parts that several workers may do at once.
+
+    In the order of `sources`, or mixed within each part. Visible and durable when all is there.
+
+    Parameters
+    ----------
+    pool, name, shuffle, seed, overwrite, layout, shard_bytes, compression, metadata
+        As of DatasetWriter.
+    sources
+        Paths or URLs of files that are sources by themselves; or one local folder or pattern.
+    runner, progress
+        Who does the parts, such as RayParts (default: this process); called as parts are done.
+    parts
+        Divide the sources into so many. Default: one for each, at most 256.
+    format, source_options, fields
+        As of ingest(). Default: the fields of the first source, which all must have.
+    resume
+        Continue a call that was cut short; False: remove its parts first.
+
+    Returns
+    -------
+    PartsReport
+
+    Raises
+    ------
+    IngestError
+        Parts were not written. The others are kept, the same call continues; nothing is visible.
+    ConfigError, VersionConflict, TooFewDevices
+        A wrong argument; the name is taken; as of publish_parts().
+    """
+    began, paths = perf_counter(), _paths(sources, format)
+    replaceable(require_pool(pool, "ingest_parts"), check_new_name(name), overwrite=overwrite)
+    laid = {"layout": layout, "compression": compression, "shuffle": shuffle, "seed": seed}
+    laid["shard_bytes"] = bytes_argument("shard_bytes", shard_bytes, least=1)
+    read = (format, dict(source_options or {}))
+    jobs = _with_fields(_jobs(name, paths, parts, read, laid), fields)
+    _begin(pool, name, len(jobs), resume=resume)
+    reports = _done(runner or PartsHere(pool), jobs, progress)
+    info = _published(pool, name, jobs, overwrite=overwrite, metadata=metadata)
+    return _report(info, jobs, reports, perf_counter() - began)
+
+
+def _report(
+    info: DatasetInfo, jobs: Sequence[PartJob], reports: Sequence[PartReport], seconds: float
+) -> PartsReport:
+    return PartsReport(
+        name=info.name,
+        samples=info.rows,
+        parts=len(jobs),
+        resumed=sum(report.resumed for report in reports),
+        sources=sum(len(job.sources) for job in jobs),
+        fingerprint=info.fingerprint,
+        seconds=seconds,
+    )
+
+
+def _jobs(
+    name: str,
+    paths: Sequence[str],
+    parts: int | None,
+    read: tuple[str, Mapping[str, object]],
+    laid: Mapping[str, Any],
+) -> list[PartJob]:
+    """The parts, their fields not known yet. `read`: format and its options."""
+    count = (
+        min(len(paths), MOST_PARTS) if parts is None else whole_argument("parts", parts, least=1)
+    )
+    if count > len(paths):
+        raise ConfigError(f"parts={count} of {len(paths)} sources: a part has at least one")
+    return [
+        PartJob(
+            name=name,
+            part=(at, count),
+            sources=tuple(paths[len(paths) * at // count : len(paths) * (at + 1) // count]),
+            format=read[0],
+            options=read[1],
+            fields={},
+            typed=False,
+            whole=False,
+            laid=laid,
+        )
+        for at in range(count)
+    ]
+
+
+def _with_fields(
+    jobs: Sequence[PartJob], asked: Mapping[str, Field] | Sequence[str] | None
+) -> list[PartJob]:
+    """By the first source where they are not given with their types."""
+    typed, whole = isinstance(asked, Mapping), asked is None
+    taken = check_fields(asked) if isinstance(asked, Mapping) else _first_fields(jobs[0], asked)
+    return [replace(job, fields=taken, typed=typed, whole=whole) for job in jobs]
+
+
+def _paths(sources: str | Sequence[str | os.PathLike[str]], kind: str) -> list[str]:
+    """URLs, and paths as other processes find them. One text is a folder or pattern of files."""
+    if isinstance(sources, str):
+        return _files_of(sources, kind)
+    if not all(isinstance(path, str | os.PathLike) for path in sources):
+        raise ConfigError("sources is a list of paths or URLs, or one folder or pattern of files")
+    if not sources:
+        raise ConfigError("sources is empty: there is nothing to ingest")
+    return [
+        os.fspath(path) if is_remote(path) else os.path.abspath(local_path(path))
+        for path in sources
+    ]
+
+
+def _files_of(where: str, asked: str) -> list[str]:
+    """The files of a folder or pattern, where each is a source by itself."""
+    kind = format_of(where, asked)
+    if kind not in ONE_BY_ONE:
+        raise ConfigError(
+            f"{where} is of format {kind}, whose files are no sources by themselves: parts are "
+            f"made of {', '.join(ONE_BY_ONE)}. Use ingest(), or give sources=[...]"
+        )
+    if is_remote(where):
+        raise ConfigError(f"{where}: give the URLs of its files, sources=[...]")
+    folder = os.path.isdir(local_path(where))
+    found = local_files(where, ENDINGS[kind])
+    shown = [path for path in found if not (folder and path.name.startswith((".", "_")))]
+    return [os.path.abspath(path) for path in shown or found]
+
+
+def _begin(pool: Pool, name: str, count: int, *, resume: bool) -> None:
+    """Remove what an earlier call stored, notes first, or see that it fits, else IngestError."""
+    found = written_parts(pool, name)
+    if not resume:
+        for part in found:
+            delete_if_there(pool, part_key(name, part))
+        discard(pool, name, (nonce for note in found.values() for nonce in note.nonces))
+        return
+    others = sorted({of for _, of in found} - {count})
+    if others:
+        raise IngestError(
+            f"data set {name!r} has parts of an ingest into {others[0]}, this one makes {count}: "
+            f"go on with parts={others[0]} and the same sources, or give resume=False (--restart), "
+            "which removes them. Nothing was changed"
+        )
+
+
+def _first_fields(job: PartJob, asked: Sequence[str] | None) -> dict[str, Field]:
+    """Those of the first source, all or by name."""
+    source = open_source(job.sources[0], format=job.format, source_options=job.options)
+    if asked is not None:
+        source.restrict(list(asked), {})
+    known = source.fields
+    if known is None:
+        ahead = records_of(source, None, 0, 1).read_rows(IngestPosition())
+        with contextlib.closing(ahead):
+            known, _ = fields_by_look(ahead, asked, source.where)
+    lacking = [name for name in asked or () if name not in known]
+    if lacking:
+        raise ConfigError(f"{source.where} has no {lacking[0]!r}")
+    return check_fields(known if asked is None else {name: known[name] for name in asked})
+
+
+def _done(
+    runner: PartRunner, jobs: Sequence[PartJob], progress: Callable[[PartsProgress], None] | None
+) -> list[PartReport]:
+    """Reports of all parts. After a failure no further part is begun."""
+    failed = dict[int, HpstoreError]()
+    done = list[PartReport]()
+
+    def wanted() -> Iterator[PartJob]:
+        for job in jobs:
+            if failed:
+                return
+            yield job
+
+    for job, outcome in runner(wanted()):
+        if isinstance(outcome, HpstoreError):
+            failed[job.part[0]] = outcome
+            continue
+        done.append(outcome)
+        if progress is not None:
+            rows = sum(report.rows for report in done)
+            progress(PartsProgress(done=len(done), total=len(jobs), rows=rows))
+    if failed:
+        number, error = min(failed.items())
+        raise IngestError(
+            f"{jobs[0].name!r}: {len(done)} of {len(jobs)} parts are stored and kept, nothing is "
+            f"visible; part {number} was not written: {error}. The same call goes on from there"
+        ) from error
+    return done
+
+
+def _published(
+    pool: Pool,
+    name: str,
+    jobs: Sequence[PartJob],
+    *,
+    overwrite: bool,
+    metadata: Mapping[str, object] | None,
+) -> DatasetInfo:
+    """All parts as the dataset, if they are of one kind of source."""
+    notes = written_parts(pool, name)
+    known = dict[str, object]()
+    prints = list[str]()
+    for at, job in enumerate(jobs):
+        note = notes.get(job.part)
+        if note is None:  # publish_parts would say so, too
+            raise IngestError(f"data set {name!r}: part {at} is gone. Nothing is visible")
+        facts = dict(note.metadata)
+        lineage = facts.pop(LINEAGE, {})
+        prints.append(str(lineage.get("fingerprint", "")))
+        if at and facts != known:
+            odd = sorted(n for n in {*facts, *known} if facts.get(n) != known.get(n))
+            raise IngestError(
+                f"data set {name!r}: {odd[0]} of {job.sources[0]} differs from that of "
+                f"{jobs[0].sources[0]}: the same numbers would stand for others. Nothing is visible"
+            )
+        known = facts
+    laid = jobs[0].laid
+    lineage = {
+        "source": jobs[0].sources[0],
+        "sources": sum(len(job.sources) for job in jobs),
+        "format": jobs[0].format,
+        "fingerprint": digest128(json.dumps(prints).encode()).hex(),
+        "order": {"kind": "parts", "seed": laid["seed"]}
+        if laid["shuffle"]
+        else {"kind": "sequential"},
+    }
+    together = {**known, **(metadata or {}), LINEAGE: lineage}
+    return publish_parts(pool, name, overwrite=overwrite, metadata=together)
