@@ -155,16 +155,40 @@ def test_a_call_killed_after_it_had_published_does_no_harm(
     assert remove_orphans(pool, "train") == 0
 
 
-def test_a_file_that_changed_is_written_anew(pool: Pool, tmp_path: Path) -> None:
-    """Parts of the other files are kept; nothing of the old one is left."""
+def test_a_file_that_changed_is_not_mixed_with_what_is_stored(pool: Pool, tmp_path: Path) -> None:
+    """Nor are other files in its place: refused, then all is written again when that is asked."""
     files = tables(tmp_path / "in")
     with pytest.raises(IngestError):
         ingest_parts(pool, "train", files, runner=Several(pool, lambda job, when: job.part[0] == 4))
+    with pytest.raises(IngestError, match=r"part 0 of 5 .* of other files .* resume=False"):
+        ingest_parts(pool, "train", files[::-1])
     pq.write_table(pa.table({"x": [7], "text": ["row 7"]}), files[0])
-    report = ingest_parts(pool, "train", files)
-    assert report.resumed == 3
+    with pytest.raises(IngestError, match=r"part 0 of 5 .* a file has changed"):
+        ingest_parts(pool, "train", files)
+    assert len(written_parts(pool, "train")) == 4
+    report = ingest_parts(pool, "train", files, resume=False)
+    assert report.resumed == 0
     assert numbers(pool) == [7, *range(30, 150)]
     assert remove_orphans(pool, "train") == 0
+
+
+def test_of_two_calls_with_other_files_one_is_refused(pool: Pool, tmp_path: Path) -> None:
+    """Both at once, and one that begins again in the middle of the other: no mixture of both."""
+    files = tables(tmp_path / "in")
+
+    def begins_again(jobs: Iterable[PartJob]) -> Iterator[tuple[PartJob, Outcome]]:
+        for job in jobs:
+            yield job, write_part(pool, job)
+            if job.part[0] == 2:
+                other = Several(pool, lambda job, when: job.part[0] != 0)
+                with pytest.raises(IngestError):
+                    ingest_parts(pool, "train", files[::-1], runner=other, resume=False)
+
+    with pytest.raises(IngestError, match="part 0 is gone or another one"):
+        ingest_parts(pool, "train", files, runner=begins_again)
+    assert not pool.exists("data/train/manifest")
+    ingest_parts(pool, "train", files, resume=False)
+    assert numbers(pool) == list(range(150))
 
 
 def test_two_workers_with_one_part_are_one(pool: Pool, tmp_path: Path) -> None:
@@ -215,7 +239,8 @@ def test_given_fields_are_taken_of_every_file(pool: Pool, tmp_path: Path) -> Non
     pq.write_table(pa.table({"x": [None, 1], "more": [1, 2]}), files[1])
     with pytest.raises(IngestError, match="its 'x' is "):
         ingest_parts(pool, "train", files, fields=["x"])
-    made = ingest_parts(pool, "train", files, fields={"x": Field("int64", (), optional=True)})
+    optional = {"x": Field("int64", (), optional=True)}
+    made = ingest_parts(pool, "train", files, fields=optional, resume=False)
     assert made.samples == 32
     data = Dataset(pool, "train")
     assert [data[n]["x"] for n in (0, 30, 31)] == [0, None, 1]

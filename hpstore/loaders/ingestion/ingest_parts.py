@@ -29,7 +29,13 @@ from hpstore.loaders.ingestion.part_committer import discard, replaceable
 from hpstore.loaders.ingestion.source_formats import ENDINGS, SourceFormat, format_of
 from hpstore.loaders.ingestion.source_paths import is_remote, local_files, local_path
 from hpstore.loaders.ingestion.write_order import IngestPosition
-from hpstore.loaders.ingestion.write_part import LINEAGE, PartJob, PartReport, write_part
+from hpstore.loaders.ingestion.write_part import (
+    LINEAGE,
+    PartJob,
+    PartReport,
+    fingerprint_of,
+    write_part,
+)
 from hpstore.pool.pool import Pool
 from hpstore.units import bytes_argument, whole_argument
 
@@ -145,7 +151,7 @@ def ingest_parts(
     jobs = _with_fields(_jobs(name, paths, parts, read, laid), fields)
     _begin(pool, name, len(jobs), resume=resume)
     reports = _done(runner or PartsHere(pool), jobs, progress)
-    info = _published(pool, name, jobs, overwrite=overwrite, metadata=metadata)
+    info = _published(pool, jobs, reports, overwrite=overwrite, metadata=metadata)
     return _report(info, jobs, reports, perf_counter() - began)
 
 
@@ -289,30 +295,32 @@ def _done(
         number, error = min(failed.items())
         raise IngestError(
             f"{jobs[0].name!r}: {len(done)} of {len(jobs)} parts are stored and kept, nothing is "
-            f"visible; part {number} was not written: {error}. The same call goes on from there"
+            f"visible; part {number} was not written: {error}. The same call writes the rest"
         ) from error
     return done
 
 
 def _published(
     pool: Pool,
-    name: str,
     jobs: Sequence[PartJob],
+    reports: Sequence[PartReport],
     *,
     overwrite: bool,
     metadata: Mapping[str, object] | None,
 ) -> DatasetInfo:
-    """All parts as the dataset, if they are of one kind of source."""
+    """All parts as the dataset, if they are those of this call and of one kind of source."""
+    name = jobs[0].name
     notes = written_parts(pool, name)
+    made = {report.part: report.fingerprint for report in reports}
     known = dict[str, object]()
-    prints = list[str]()
     for at, job in enumerate(jobs):
         note = notes.get(job.part)
-        if note is None:  # publish_parts would say so, too
-            raise IngestError(f"data set {name!r}: part {at} is gone. Nothing is visible")
-        facts = dict(note.metadata)
-        lineage = facts.pop(LINEAGE, {})
-        prints.append(str(lineage.get("fingerprint", "")))
+        if note is None or fingerprint_of(note.metadata) != made.get(job.part):
+            raise IngestError(
+                f"data set {name!r}: part {at} is gone or another one: another process ingests it. "
+                "Nothing is visible"
+            )
+        facts = {what: value for what, value in note.metadata.items() if what != LINEAGE}
         if at and facts != known:
             odd = sorted(n for n in {*facts, *known} if facts.get(n) != known.get(n))
             raise IngestError(
@@ -320,6 +328,7 @@ def _published(
                 f"{jobs[0].sources[0]}: the same numbers would stand for others. Nothing is visible"
             )
         known = facts
+    prints = [made[job.part] for job in jobs]
     laid = jobs[0].laid
     lineage = {
         "source": jobs[0].sources[0],

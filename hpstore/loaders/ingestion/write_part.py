@@ -49,24 +49,25 @@ class PartJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """A part that is stored. `resumed`: it was there before."""
+    """A part that is stored. `fingerprint`: of what; `resumed`: it was there before."""
 
     part: tuple[int, int]
     rows: int
+    fingerprint: str
     resumed: bool = False
 
 
 def write_part(pool: Pool, job: PartJob) -> PartReport:
     """Write one part, unless it is there of these very sources. Durable on return.
 
-    Raises IngestError for a bad record; what the sources and the writer raise. Then nothing of the
-    part is visible.
+    Raises IngestError for a bad record, and where a part of other sources or options is in its
+    place; what the sources and the writer raise. Then nothing is changed.
     """
     opened = [_opened(path, job) for path in job.sources]
     facts = _facts(job, opened)
-    there = _rows_there(pool, job, facts)
+    there = _part_there(pool, job, facts)
     if there is not None:
-        return PartReport(part=job.part, rows=there, resumed=True)
+        return there
     try:
         with DatasetWriter(
             pool, job.name, job.fields, part=job.part, overwrite=True, metadata=facts, **job.laid
@@ -74,11 +75,17 @@ def write_part(pool: Pool, job: PartJob) -> PartReport:
             for source in opened:
                 _copy(source, job, writer)
     except VersionConflict:  # another worker was given the same part, and was faster
-        there = _rows_there(pool, job, facts)
+        there = _part_there(pool, job, facts)
         if there is None:
             raise
-        return PartReport(part=job.part, rows=there, resumed=True)
-    return PartReport(part=job.part, rows=len(writer))
+        return there
+    return PartReport(part=job.part, rows=len(writer), fingerprint=fingerprint_of(facts))
+
+
+def fingerprint_of(metadata: Mapping[str, Any]) -> str:
+    """Of what a part holds, by its metadata; "" where they do not say."""
+    lineage = metadata.get(LINEAGE)
+    return str(lineage.get("fingerprint", "")) if isinstance(lineage, dict) else ""
 
 
 def _opened(path: str, job: PartJob) -> Source:
@@ -131,18 +138,23 @@ def _facts(job: PartJob, opened: Sequence[Source]) -> dict[str, object]:
     return {**common, LINEAGE: {"source": job.sources[0], "fingerprint": digest}}
 
 
-def _rows_there(pool: Pool, job: PartJob, facts: Mapping[str, object]) -> int | None:
-    """Samples of this very part if it is stored and waits to be published."""
+def _part_there(pool: Pool, job: PartJob, facts: Mapping[str, object]) -> PartReport | None:
+    """This very part if it is stored and waits to be published."""
     key = part_key(job.name, job.part)
     if not pool.exists(key):
         return None
     note = DatasetManifest.decode(pool.get(key), where=f"object {key!r}")
-    if note.metadata != json.loads(json.dumps(facts)):
-        return None
     published, _ = published_manifest(pool, job.name)
     if published is not None and note.nonces & published.nonces:
         return None  # a call that was killed had published it
-    return note.rows
+    if note.metadata != json.loads(json.dumps(facts)):
+        raise IngestError(
+            f"part {job.part[0]} of {job.part[1]} of data set {job.name!r} is stored of other "
+            "files or with other options, or a file has changed since. It is kept; resume=False "
+            "(--restart) removes all parts and begins again"
+        )
+    fingerprint = fingerprint_of(facts)
+    return PartReport(part=job.part, rows=note.rows, fingerprint=fingerprint, resumed=True)
 
 
 def _copy(source: Source, job: PartJob, writer: DatasetWriter) -> None:
