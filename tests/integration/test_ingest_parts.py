@@ -52,7 +52,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
 
 def tables(folder: Path, count: int = 5, rows: int = 30) -> list[str]:
     """Parquet files with the numbers 0, 1, 2 ... over all of them, and a text."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     made = []
     for number in range(count):
         x = np.arange(number * rows, (number + 1) * rows)
@@ -230,6 +230,32 @@ def test_a_file_with_other_fields_is_refused_by_name(
     with pytest.raises(IngestError, match=f"part 1 was not written: .*001.parquet.*{said}"):
         ingest_parts(pool, "train", files)
     assert not pool.exists("data/train/manifest")
+    assert list(written_parts(pool, "train")) == [(0, 3)]
+
+
+def test_a_folder_is_the_table_that_ingest_takes(pool: Pool, tmp_path: Path) -> None:
+    """Without files beside it; with nulls of any file. Folders that hold a column are refused."""
+    folder = tmp_path / "in"
+    files = tables(folder, 2)
+    pq.write_table(pa.table({"x": [None, 1], "text": ["a", "b"]}), files[1])
+    (folder / "cache-0123456789abcdef.arrow").write_bytes(b"what map() of datasets leaves")
+    (folder / ".part.parquet").write_bytes(b"what is being written")
+    made = ingest_parts(pool, "train", str(folder))
+    assert (made.samples, made.sources) == (32, 2)
+    assert [Dataset(pool, "train")[n]["x"] for n in (0, 30, 31)] == [0, None, 1]
+    divided = tmp_path / "divided"
+    for day in ("1", "2"):
+        tables(divided / f"day={day}", 1)
+    with pytest.raises(ConfigError, match=r"is divided by day, .* ingest"):
+        ingest_parts(pool, "days", str(divided))
+
+
+def test_a_file_that_is_gone_ends_its_part(pool: Pool, tmp_path: Path) -> None:
+    """As any other error does: what is stored is kept."""
+    files = tables(tmp_path / "in", 3)
+    Path(files[1]).unlink()
+    with pytest.raises(IngestError, match=r"1 of 3 parts .* part 1 was not written: .*001.parquet"):
+        ingest_parts(pool, "train", files)
     assert list(written_parts(pool, "train")) == [(0, 3)]
 
 

@@ -87,6 +87,16 @@ class ArrowTables(BlockwiseSource):
         self._nulls: NullColumns = NullColumns(self.where)
         self._classes: dict[str, list[str]] = {}
 
+    @property
+    def files(self) -> list[str]:
+        """Paths or URLs. Raises ConfigError where folders hold a part of the records."""
+        if self._partitions.schema.names:
+            raise ConfigError(
+                f"{self.where} is divided by {', '.join(self._partitions.schema.names)}, which its "
+                "files do not hold: ingest() takes it as a whole"
+            )
+        return [str(file) for file in self._files]
+
     def _named(self, metadata: Path) -> list[str]:
         """The files that a `_metadata` of Parquet names. Raises IngestError."""
         try:

@@ -23,11 +23,13 @@ from hpstore.loaders.dataset.publish_dataset import DatasetInfo, publish_parts
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.remove_dataset import delete_if_there
 from hpstore.loaders.dataset.stored_manifests import require_pool, written_parts
+from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.ingest_run import fields_by_look, records_of
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import discard, replaceable
+from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import ENDINGS, SourceFormat, format_of
-from hpstore.loaders.ingestion.source_paths import is_remote, local_files, local_path
+from hpstore.loaders.ingestion.source_paths import is_remote, local_path, source_files
 from hpstore.loaders.ingestion.write_order import IngestPosition
 from hpstore.loaders.ingestion.write_part import (
     LINEAGE,
@@ -61,7 +63,7 @@ class PartsProgress:
     rows: int
 
 
-Outcome = PartReport | HpstoreError
+Outcome = PartReport | HpstoreError | OSError
 PartRunner = Callable[[Iterable[PartJob]], Iterator[tuple[PartJob, Outcome]]]
 """Does jobs, in any order, and says how each went. What it takes of the iterable it answers for."""
 
@@ -89,7 +91,7 @@ class PartsHere:
         for job in jobs:
             try:
                 yield job, write_part(self._pool, job)
-            except HpstoreError as error:
+            except (HpstoreError, OSError) as error:
                 yield job, error
 
 
@@ -143,12 +145,12 @@ def ingest_parts(
     ConfigError, VersionConflict, TooFewDevices
         A wrong argument; the name is taken; as of publish_parts().
     """
-    began, paths = perf_counter(), _paths(sources, format)
+    began, options = perf_counter(), dict(source_options or {})
     replaceable(require_pool(pool, "ingest_parts"), check_new_name(name), overwrite=overwrite)
     laid = {"layout": layout, "compression": compression, "shuffle": shuffle, "seed": seed}
     laid["shard_bytes"] = bytes_argument("shard_bytes", shard_bytes, least=1)
-    read = (format, dict(source_options or {}))
-    jobs = _with_fields(_jobs(name, paths, parts, read, laid), fields)
+    paths, table = _paths(sources, format, options)
+    jobs = _with_fields(_jobs(name, paths, parts, (format, options), laid), fields, table)
     _begin(pool, name, len(jobs), resume=resume)
     reports = _done(runner or PartsHere(pool), jobs, progress)
     info = _published(pool, jobs, reports, overwrite=overwrite, metadata=metadata)
@@ -199,29 +201,44 @@ def _jobs(
 
 
 def _with_fields(
-    jobs: Sequence[PartJob], asked: Mapping[str, Field] | Sequence[str] | None
+    jobs: Sequence[PartJob],
+    asked: Mapping[str, Field] | Sequence[str] | None,
+    table: ArrowTables | None,
 ) -> list[PartJob]:
-    """By the first source where they are not given with their types."""
+    """Those of the table, else of the first source, where they are not given with their types."""
     typed, whole = isinstance(asked, Mapping), asked is None
-    taken = check_fields(asked) if isinstance(asked, Mapping) else _first_fields(jobs[0], asked)
+    if isinstance(asked, Mapping):
+        taken = check_fields(asked)
+    else:
+        first = jobs[0]
+        source = table or open_source(
+            first.sources[0], format=first.format, source_options=first.options
+        )
+        taken = _known_fields(source, asked)
     return [replace(job, fields=taken, typed=typed, whole=whole) for job in jobs]
 
 
-def _paths(sources: str | Sequence[str | os.PathLike[str]], kind: str) -> list[str]:
-    """URLs, and paths as other processes find them. One text is a folder or pattern of files."""
+def _paths(
+    sources: str | Sequence[str | os.PathLike[str]], kind: str, options: Mapping[str, Any]
+) -> tuple[list[str], ArrowTables | None]:
+    """URLs, and paths as other processes find them. One text is a folder or pattern of files, and
+    may be a table, whose fields are known."""
     if isinstance(sources, str):
-        return _files_of(sources, kind)
+        return _files_of(sources, kind, options)
     if not all(isinstance(path, str | os.PathLike) for path in sources):
         raise ConfigError("sources is a list of paths or URLs, or one folder or pattern of files")
     if not sources:
         raise ConfigError("sources is empty: there is nothing to ingest")
-    return [
-        os.fspath(path) if is_remote(path) else os.path.abspath(local_path(path))
-        for path in sources
-    ]
+    return [_absolute(path) for path in sources], None
 
 
-def _files_of(where: str, asked: str) -> list[str]:
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.fspath(path) if is_remote(path) else os.path.abspath(local_path(path))
+
+
+def _files_of(
+    where: str, asked: str, options: Mapping[str, Any]
+) -> tuple[list[str], ArrowTables | None]:
     """The files of a folder or pattern, where each is a source by itself."""
     kind = format_of(where, asked)
     if kind not in ONE_BY_ONE:
@@ -229,12 +246,11 @@ def _files_of(where: str, asked: str) -> list[str]:
             f"{where} is of format {kind}, whose files are no sources by themselves: parts are "
             f"made of {', '.join(ONE_BY_ONE)}. Use ingest(), or give sources=[...]"
         )
-    if is_remote(where):
-        raise ConfigError(f"{where}: give the URLs of its files, sources=[...]")
-    folder = os.path.isdir(local_path(where))
-    found = local_files(where, ENDINGS[kind])
-    shown = [path for path in found if not (folder and path.name.startswith((".", "_")))]
-    return [os.path.abspath(path) for path in shown or found]
+    if kind is SourceFormat.PARQUET:
+        table = ArrowTables(where, **options)
+        return [_absolute(path) for path in table.files], table
+    found = source_files(where, ENDINGS[kind], options.get("storage", {}))
+    return [_absolute(str(file)) for file in found], None
 
 
 def _begin(pool: Pool, name: str, count: int, *, resume: bool) -> None:
@@ -254,9 +270,8 @@ def _begin(pool: Pool, name: str, count: int, *, resume: bool) -> None:
         )
 
 
-def _first_fields(job: PartJob, asked: Sequence[str] | None) -> dict[str, Field]:
-    """Those of the first source, all or by name."""
-    source = open_source(job.sources[0], format=job.format, source_options=job.options)
+def _known_fields(source: Source, asked: Sequence[str] | None) -> dict[str, Field]:
+    """Those of a source, all or by name."""
     if asked is not None:
         source.restrict(list(asked), {})
     known = source.fields
@@ -274,7 +289,7 @@ def _done(
     runner: PartRunner, jobs: Sequence[PartJob], progress: Callable[[PartsProgress], None] | None
 ) -> list[PartReport]:
     """Reports of all parts. After a failure no further part is begun."""
-    failed = dict[int, HpstoreError]()
+    failed = dict[int, HpstoreError | OSError]()
     done = list[PartReport]()
 
     def wanted() -> Iterator[PartJob]:
@@ -284,7 +299,7 @@ def _done(
             yield job
 
     for job, outcome in runner(wanted()):
-        if isinstance(outcome, HpstoreError):
+        if not isinstance(outcome, PartReport):
             failed[job.part[0]] = outcome
             continue
         done.append(outcome)

@@ -28,7 +28,7 @@ def part_task(config: PoolConfig, pool_id: str, job: PartJob) -> Outcome:
     with open_the_pool(config, pool_id) as pool:
         try:
             return write_part(pool, job)
-        except HpstoreError as error:
+        except (HpstoreError, OSError) as error:
             return HpstoreError(str(error))  # its class may not survive a pickle
 
 
