@@ -22,6 +22,7 @@ from hpstore.devices.confined_names import (
 )
 from hpstore.devices.file_handles import temporary_path
 from hpstore.format.keys import OBJECTS
+from hpstore.runtime.rights import give_to_group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,11 +74,12 @@ def make_directory(root: int, path: str, mode: int) -> None:
 
 
 def share_root(root: int, modes: Modes, group: int) -> None:
-    """Give a new device the pool's mode, and to a group (-1: none). Raises OSError."""
+    """Give a new device the pool's mode, and to a group (-1: none). Raises OSError, and ConfigError
+    for a group that this user is not in."""
     if not modes.shared:
         return
     if group >= 0 and os.fstat(root).st_gid != group:
-        os.chown(root, -1, group)
+        give_to_group(root, group, os.readlink(f"/proc/self/fd/{root}"))
     found = stat.S_IMODE(os.fstat(root).st_mode)
     wanted = found | modes.directory | (stat.S_ISGID if group >= 0 else 0)
     if wanted != found:

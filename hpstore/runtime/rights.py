@@ -40,6 +40,25 @@ def group_number(group: str) -> int:
         ) from error
 
 
+def give_to_group(fd: int, group: int, where: str) -> None:
+    """Give an open file or directory, which lies at `where`, to a group.
+
+    Raises ConfigError where it is this user's own and the group is not, PermissionError for what is
+    another user's, OSError.
+    """
+    try:
+        os.fchown(fd, -1, group)
+    except PermissionError as error:
+        if os.fstat(fd).st_uid != os.geteuid():
+            raise
+        raise ConfigError(
+            f"{where} cannot be given to group {group_name(group)}: user "
+            f"{user_name(os.geteuid())} is not in it, and only root gives files to groups of "
+            "others. Add the user to the group (usermod -a -G, then log in again), or choose one "
+            "of the user's own"
+        ) from error
+
+
 def keep_rights(fd: int, path: Path) -> None:
     """Give a new version of a file the owner, group and mode of the file at `path`, as far as this
     user may: root's `add` must not take a user's pool.toml away."""
@@ -89,7 +108,11 @@ _WHAT_TO_DO = (
 
 
 def _wanted(path: Path) -> int:
-    return _WANTED.get(stat.S_IFMT(os.stat(path).st_mode), os.R_OK)
+    """What it takes to use a path; of one that is not there nothing is known."""
+    try:
+        return _WANTED.get(stat.S_IFMT(os.stat(path).st_mode), os.R_OK)
+    except OSError:
+        return os.F_OK
 
 
 def _may_use(path: Path) -> bool:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from hpstore.errors import ConfigError
-from hpstore.runtime.rights import keep_rights
+from hpstore.runtime.rights import give_to_group, keep_rights
 from hpstore.units import MIB
 
 MOST_BYTES = 16 * MIB  # a pool.toml of 10,000 devices has one
@@ -93,7 +93,7 @@ def write_atomically(
             if as_before:
                 keep_rights(file.fileno(), path)
             if group >= 0:
-                os.fchown(file.fileno(), -1, group)
+                give_to_group(file.fileno(), group, str(path))
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(text)

@@ -191,6 +191,27 @@ def test_a_pool_file_without_rights_names_the_rights(place: Path) -> None:
     assert "mode 0660" in told.stderr
 
 
+def test_a_group_of_others_is_refused_by_name_and_nothing_is_made(place: Path) -> None:
+    """For devices by create, and for the file of settings; one of the user's own is taken."""
+    own = place / f"own-{FIRST}"
+    devices = [str(own / f"d{i}") for i in range(3)]
+    command = ["create", str(own / "pool.toml"), "--scheme", "2+1", "--group"]
+    told = as_user(place, FIRST, [SECOND], [*command, str(GROUP), *devices])
+    assert told.returncode == 2, told.stderr
+    assert f"d0 cannot be given to group {GROUP}: user {FIRST} is not in it" in told.stderr
+    assert list(own.iterdir()) == []
+    save = f"""
+import hpstore.config as c
+settings = c.parse_settings({{"group": "{GROUP}"}}, where="x")
+c.save_config(c.PoolConfig(path=c.Path("{own}/x.toml"), name="x", devices=(), settings=settings))
+"""
+    told = as_user(place, FIRST, [SECOND], save)
+    assert f"x.toml cannot be given to group {GROUP}: user {FIRST}" in told.stderr
+    told = as_user(place, FIRST, [SECOND], [*command, str(SECOND), *devices])
+    assert told.returncode == 0, told.stderr
+    assert os.stat(devices[0]).st_gid == SECOND
+
+
 ONE_DENIED = """
 import hpstore
 from hpstore.agent import Agent, agent_config

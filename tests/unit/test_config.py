@@ -11,6 +11,7 @@ import pytest
 
 from hpstore.config import PoolConfig, Settings, load_config, parse_settings, save_config
 from hpstore.errors import ConfigError
+from hpstore.runtime.rights import denied_path, rights_hint
 from hpstore.units import GIB, MIB
 
 PLAIN = 'name = "main"\ndevices = ["/mnt/a", "/mnt/b"]\n'
@@ -190,7 +191,8 @@ def test_every_single_setting_survives_saving(tmp_path: Path) -> None:
         if isinstance(value, bool):
             other: object = not value
         elif isinstance(value, str):
-            other = {"group": "7", "tls": "plain"}.get(setting.name, "/run")
+            group = "7" if os.geteuid() == 0 else str(os.getegid())  # one that may be given
+            other = {"group": group, "tls": "plain"}.get(setting.name, "/run")
         else:
             other = value + type(value)(1)
         config = PoolConfig(
@@ -201,6 +203,13 @@ def test_every_single_setting_survives_saving(tmp_path: Path) -> None:
         )
         save_config(config)
         assert getattr(load_config(config.path).settings, setting.name) == other
+
+
+def test_a_path_where_nothing_is_can_be_named_for_its_rights(tmp_path: Path) -> None:
+    """As a pool.toml that could not be made."""
+    place = str(tmp_path / "pool.toml")
+    assert denied_path(place) == place
+    assert f"no rights on {place}" in rights_hint(place)
 
 
 COMMENTED = """\

@@ -45,7 +45,7 @@ class Peer:
         self.idle = True
         self.then: Callable[[bytes], Any] = bytes
         self.thread = ""
-        self.unjudged = False
+        self.unjudged = self.waited_for = False
 
     def call(self) -> SplitCall[Any]:
         return SplitCall(self.begin, self.whole)
@@ -60,6 +60,7 @@ class Peer:
         return sent.then(lambda answer: self.then(answer))
 
     def finish(self) -> bytes:
+        self.waited_for = True
         assert self.stream.head(LIMIT_SECONDS, LIMIT_SECONDS)
         answer = bytearray(2)
         self.stream.fill(memoryview(answer))
@@ -223,6 +224,7 @@ def test_an_answer_that_waited_for_its_lane_says_nothing_of_the_device(
     finally:
         busy.set()
     assert found["a"].result(LIMIT_SECONDS) == b"ok"
+    assert soon(lambda: peers["b"].waited_for)  # its lane has begun
     peers["b"].side.sendall(ANSWER)
     assert found["b"].result(LIMIT_SECONDS) == b"ok"
     assert (peers["a"].unjudged, peers["b"].unjudged) == (True, False)
