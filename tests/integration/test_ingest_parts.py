@@ -376,23 +376,22 @@ cluster = Cluster()
 for _ in range(2):
     cluster.add_node(num_cpus=2, object_store_memory=80 << 20)
 ray.init(address=cluster.address, log_to_driver=False)
-whole = ray_parts.part_task
+whole, who, place = ray_parts.part_task, sys.argv[2], sys.argv[3]
 
 def dies(config, pool_id, job):
-    once = os.path.join(sys.argv[3], f"{sys.argv[2]}-{job.part[0]}")
-    if sys.argv[2] == "worker" and job.part[0] == 1 and not os.path.exists(once):
+    once = os.path.join(place, f"{who}-{job.part[0]}")
+    if who == "worker" and job.part[0] == 1 and not os.path.exists(once):
         open(once, "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     return whole(config, pool_id, job)
 
 def ended(step):
-    if sys.argv[2] == "driver" and step.done == 2:
+    if who == "driver" and step.done == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-dies.__module__ = "__main__"
 ray_parts.part_task = dies
 with hpstore.open(sys.argv[1]) as pool:
-    files = os.path.join(sys.argv[3], "in")
+    files = os.path.join(place, "in")
     runner = ray_parts.RayParts(pool)
     report = ingest_parts(pool, "train", files, runner=runner, progress=ended)
     print("done", report.samples, report.parts, report.resumed)
