@@ -343,11 +343,11 @@ def writable_devices(
         if not device.takes_records():
             raise DeviceFull(f"{device.url} has no space for a record", device=device_id)
 
-    old = store.view.record
-    answers = store.each(store.view.devices, look, patience=PATIENCE)
+    old, members = store.view.record, store.view.devices
+    answers = store.each(members, look, patience=PATIENCE)
     alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
     alive -= store.refusing.keys()
-    devices = {**{d: store.view.devices[d] for d in alive}, **extra}
+    devices = {**{d: members[d] for d in alive}, **extra}
     if not force and not (old.reached_by(set(devices)) and new.reached_by(set(devices))):
         full = [str(answer) for answer in answers.values() if isinstance(answer, DeviceFull)]
         denied = [str(answer) for answer in answers.values() if isinstance(answer, DeviceDenied)]

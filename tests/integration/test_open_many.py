@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hpstore.errors import AlreadyClosed, TooManyErasures
+from hpstore.errors import AlreadyClosed, DeviceMissing, TooManyErasures
 from hpstore.objects.context import PoolContext
 from hpstore.objects.read import open_many
+from hpstore.objects.read.column_reader import ColumnReader
+from hpstore.objects.read.object_reader import ObjectReader
+from hpstore.objects.read.open_columns import open_files
 from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.objects.survey import Survey, survey_keys
 from hpstore.pool.pool import Pool
@@ -193,3 +196,25 @@ def test_a_closed_pool_opens_nothing(bench: Bench) -> None:
     pool.close()
     with pytest.raises(AlreadyClosed):
         pool.open_many(KEYS)
+
+
+def test_columns_on_a_device_that_has_left_are_lost_not_an_error_of_all(bench: Bench) -> None:
+    """It was evicted after a reader had seen its columns: k of the others are opened, and read."""
+    with bench.open() as pool:
+        store, key = pool.admin._store, KEYS[0]
+        layout = survey_keys(store, [key])[key].layouts()[0]
+        device = layout.columns[0][0].device
+        files = {column: found[0] for column, found in layout.columns.items()}
+        here = store.without({device})
+        opened = open_files(here, key, files, whole=False, spare=None)
+        lost = {column for column, found in opened.items() if isinstance(found, Exception)}
+        assert lost == {0}
+        assert isinstance(opened[0], DeviceMissing)
+        assert f"device {device[:8]} has left the pool" in str(opened[0])
+        for found in opened.values():
+            if isinstance(found, ColumnReader):
+                found.close()
+        reader = ObjectReader(here, layout, key)
+        assert reader.open_enough()
+        assert 0 not in reader.columns
+        reader.close()

@@ -219,7 +219,7 @@ def _read(
 
 
 def _open(reader: Hedged, found: ColumnFile) -> ColumnReader:
-    device = reader.store.view.devices[found.device]
+    device = reader.store.device(found.device)
     return open_column(reader.store, found.device, device, reader.key, found.name)
 
 

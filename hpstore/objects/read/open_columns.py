@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
+from hpstore.devices.base import Device
 from hpstore.devices.host_disks import host_disk
+from hpstore.errors import DeviceMissing
 from hpstore.format.keys import ColumnName
 from hpstore.objects.context import PoolContext
 from hpstore.objects.read.column_reader import ColumnReader, begin_column, open_column
@@ -35,8 +37,15 @@ def open_together(
     """
     began = time.monotonic()
     most = max(map(len, wanted.values()), default=0)
+    found: dict[str, Opened] = {}
+    calls: dict[str, Callable[[], Opened]] = {}
+    for device, columns in wanted.items():
+        try:
+            calls[device] = _opening(store, device, columns, whole)
+        except DeviceMissing as error:  # it was taken out of the pool meanwhile
+            found[device] = [error for _ in columns]
     futures = store.scheduler.start(
-        {device: _opening(store, device, columns, whole) for device, columns in wanted.items()},
+        calls,
         brief=f"open {'whole ' if whole else ''}{most.bit_length()}",
     )
     deadline = store.settings.device_deadline_seconds
@@ -46,7 +55,6 @@ def open_together(
         wait_for_enough(futures, deadline, Patience(SPARE_SECONDS, spare), ())
         store.scheduler.note_late(futures, began)
     waited = min(deadline, time.monotonic() - began)
-    found: dict[str, Opened] = {}
     for device, future in futures.items():
         answer = outcome(future, device, waited)
         if isinstance(answer, Exception):
@@ -78,11 +86,14 @@ def open_files(
 
 
 def _open_all(
-    store: PoolContext, device_id: str, columns: Sequence[tuple[str, ColumnName]], whole: bool
+    store: PoolContext,
+    device_id: str,
+    device: Device,
+    columns: Sequence[tuple[str, ColumnName]],
+    whole: bool,
 ) -> Opened:
     """In one call on the device."""
     found: Opened = []
-    device = store.view.devices[device_id]
     for key, name in columns:
         found += _one(partial(open_column, store, device_id, device, key, name, whole=whole))
     return found
@@ -91,9 +102,9 @@ def _open_all(
 def _opening(
     store: PoolContext, device_id: str, columns: Sequence[tuple[str, ColumnName]], whole: bool
 ) -> Callable[[], Opened]:
-    """_open_all as a call, in two halves where it is one request."""
-    made = partial(_open_all, store, device_id, columns, whole)
-    device = store.view.devices[device_id]
+    """_open_all as a call, in two halves where it is one request. Raises DeviceMissing."""
+    device = store.device(device_id)
+    made = partial(_open_all, store, device_id, device, columns, whole)
     if len(columns) > 1 or host_disk(device) is None:
         return made
     key, name = columns[0]

@@ -29,8 +29,10 @@ def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) ->
         for file in found:
             by_device[file.device].append((key, file))
 
+    devices = store.view.devices  # as they are now: some may leave meanwhile
+
     def retire(device_id: str) -> Callable[[], None]:
-        device = store.view.devices[device_id]
+        device = devices[device_id]
         paths = [path_on(device, key, file.name) for key, file in by_device[device_id]]
 
         def run() -> None:
@@ -44,7 +46,7 @@ def remove_all(store: PoolContext, files: Mapping[str, Iterable[ColumnFile]]) ->
     count = sum(len(found) for found in by_device.values())
     if not count:
         return 0
-    present = [d for d in by_device if d in store.view.devices]
+    present = [d for d in by_device if d in devices]
     results = store.scheduler.gather(
         {d: retire(d) for d in present},
         store.settings.device_deadline_seconds,

@@ -99,6 +99,7 @@ def prepare_space(store: PoolContext, sizes: Sequence[int], copies: int, proceed
         return 0
     limit = store.settings.recycle_bytes
     candidates = [candidate.device for candidate in store.candidates()]
+    devices = store.view.devices
     found = store.each(candidates, lambda _, device: _kept(device))
     todo = {
         device_id: plan_files(wanted, kept, limit)
@@ -113,7 +114,7 @@ def prepare_space(store: PoolContext, sizes: Sequence[int], copies: int, proceed
     written = 0
     for row in itertools.zip_longest(*todo.values()):
         spares = [
-            _Spare(device_id, store.view.devices[device_id], size, page, chunk)
+            _Spare(device_id, devices[device_id], size, page, chunk)
             for device_id, size in zip(todo, row, strict=True)
             if size is not None
         ]
