@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hpstore.cli import app
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, HpstoreError
 from hpstore.loaders import Dataset, Field, ingest
 from hpstore.loaders.dataset.class_names import class_names, feature_classes
 from tests.integration.ingest_cases import images, make_pool
@@ -99,6 +99,27 @@ def test_classes_of_tables(tmp_path: Path, file: str) -> None:
             assert set(found.classes) == {"label", "kind"}
         with pytest.raises(ConfigError, match="texts or whole numbers"):
             ingest(pool, "f", source, fields={"kind": Field("float32", optional=True)})
+
+
+def test_numbers_of_classes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """300 classes do not fit int8, 65,537 are none: they had become other numbers. A null in the
+    dictionary itself is a bad record."""
+    with make_pool(tmp_path) as pool:
+        for count, dtype, said in [
+            (300, "int8", "300 classes of a dictionary do not fit int8"),
+            ((1 << 16) + 1, "int64", "'0' is none of the 0 classes of the dictionary"),
+        ]:
+            found = pa.table({"kind": pa.array(map(str, range(count))).dictionary_encode()})
+            pq.write_table(found, tmp_path / "t.parquet")
+            with pytest.raises(HpstoreError, match=said):
+                ingest(pool, "t", tmp_path / "t.parquet", fields={"kind": Field(dtype)})
+        kinds = pa.DictionaryArray.from_arrays([1, 0, 0], pa.array([None, "a"]))
+        with pa.ipc.new_stream(str(tmp_path / "t.arrow"), pa.table({"k": kinds}).schema) as out:
+            out.write_table(pa.table({"k": kinds}))
+        fields = {"k": Field("int64")}
+        report = ingest(pool, "n", tmp_path / "t.arrow", fields=fields, on_error="skip")
+        assert report.samples == 1
+        assert [skipped.problem for skipped in report.skipped] == ["it holds a null: 'k'"] * 2
 
 
 def test_info_shows_classes_and_what_fields_are(tmp_path: Path) -> None:

@@ -119,11 +119,50 @@ def test_files_of_one_table_have_one_header(tmp_path: Path) -> None:
     assert "it cannot be read past row" in items_of(source)[-1].problem
 
 
+@pytest.mark.parametrize(
+    "text", ['a,b\n1,x\n2,"y\n3,z\n', 'a,b\n1,x\n2,"', 'a\nx\n"y\n', 'a,b\n1,x\n"2,']
+)
+def test_a_quote_that_is_open_at_the_end_is_a_bad_record(tmp_path: Path, text: str) -> None:
+    """It had taken what follows for its value; the same text with the quote closed is one row."""
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    problems = [item.problem for item in items_of(open_source(path))]
+    assert problems == ["", "a quote in it is not closed"]
+    path.write_text(text + '"' + ",c" * (text.endswith('"2,')))
+    items = items_of(open_source(path))
+    assert [item.problem for item in items[:1]] == [""]
+    assert "quote" not in items[-1].problem
+
+
+def test_whole_numbers_are_never_rounded(tmp_path: Path) -> None:
+    """A column of floats with an int that no float64 is stays text; later such an int is bad."""
+    big = str(2**53 + 1)
+    path = write(tmp_path / "a.csv", [{"a": big, "b": "1.5"}, {"a": "0.5", "b": "2"}])
+    source = open_source(path)
+    assert source.fields == {"a": Field("str"), "b": Field("float64")}
+    source.restrict(["a"], {"a": Field("float64")})
+    first, second = items_of(source)
+    assert first.problem == f"column 'a' is {big}, which float64 would round"
+    assert second.sample == {"a": 0.5}
+
+
+def test_a_first_row_may_be_larger_than_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(csv_source, "_BLOCK_BYTES", 64)
+    path = write(tmp_path / "a.csv", [{"a": "1", "b": "v" * 5000}])
+    assert [plain(item.sample) for item in items_of(open_source(path))] == [
+        {"a": 1, "b": "v" * 5000}
+    ]
+
+
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "a.csv", ROWS)
     with pytest.raises(ConfigError, match="did you mean 'delimiter'"):
         open_source(path, source_options={"delimeter": ";"})
     with pytest.raises(ConfigError, match="not one ASCII"):
         open_source(path, source_options={"delimiter": ";;"})
+    with pytest.raises(ConfigError, match="another meaning"):
+        open_source(path, source_options={"delimiter": '"'})
     with pytest.raises(ConfigError, match="options: none"):
         open_source([{"a": 1}], source_options={"delimiter": ";"})

@@ -16,6 +16,7 @@ import pytest
 from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders import Field, open_source
 from hpstore.loaders.ingestion import json_lines_source
+from hpstore.loaders.ingestion.json_schema import json_value
 from tests.unit.test_ingest_sources import check_restart, items_of, plain
 
 OBJECTS: list[dict[str, Any]] = [
@@ -117,6 +118,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
         ([{"a": None}], "'a' is None in the first 1 samples"),
         ([{"a": 1}, {"b": 1}], "'b' is missing in a record"),
         ([{"a": 1}, {"a": "x"}], "int64 and str"),
+        ([{"a": 2**100}, {"a": 1}], r"'a' is 1267650600228229401496703205376, .* Field\('json'\)"),
     ],
 )
 def test_what_no_field_holds_is_refused(
@@ -129,6 +131,37 @@ def test_what_no_field_holds_is_refused(
     source = open_source(path)
     source.restrict(["ok"], {})
     assert [plain(item.sample) for item in items_of(source)] == [{"ok": 1}] * len(objects)
+
+
+def test_lists_of_empty_lists_stay_what_they_are(tmp_path: Path) -> None:
+    """They had become an empty list. Where a field is an array, such a line is a bad record."""
+    odd: list[dict[str, Any]] = [{"a": [[], []]}, {"a": [[1, 2]]}, {"a": []}]
+    source = open_source(write(tmp_path / "a.jsonl", lines(odd)))
+    assert source.fields == {"a": Field("json")}
+    assert [item.sample for item in items_of(source)] == odd
+    source.restrict(["a"], {"a": Field("int64", (None, 2))})
+    shapes = [np.shape(item.sample["a"]) for item in items_of(source) if item.sample]  # type: ignore[arg-type]
+    assert shapes == [(2, 0), (1, 2), (0, 2)]  # the writer takes none of two dimensions but (n, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"),
+    [
+        ("float32", 2**24 + 1, "'a' is 16777217, which float32 would round"),
+        ("bfloat16", [257], "'a' is 257, which bfloat16 would round"),
+        ("float16", [1e9], "a list of which a number is infinite as float16"),
+        ("bfloat16", [1e39], "a list of which a number is infinite as bfloat16"),
+        ("float32", [1e-3, float("inf"), 2**24], ""),
+    ],
+)
+def test_numbers_are_exact_in_the_field_s_own_type(dtype: str, value: Any, said: str) -> None:
+    """Ints of fewer bits than a float64 has were rounded, large numbers in lists infinite."""
+    made = Field(dtype, (None,) if isinstance(value, list) else ())
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            json_value("a", value, made)
+    else:
+        assert np.array_equal(np.asarray(json_value("a", value, made)), np.array(value, dtype))
 
 
 def test_ints_are_floats_where_one_is_a_float(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.class_names import MOST_CLASSES, feature_classes
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.ingestion.arrow_nested import Convert
+from hpstore.loaders.ingestion.arrow_nested import Convert, NullInside
 
 
 def recorded_classes(schema: Any) -> dict[str, list[str]]:
@@ -49,15 +51,22 @@ def class_numbers(arrow: Any, names: Sequence[str], field: Field) -> Convert:
 
     if field.shape or field.storage.kind not in "iu" or field.dtype == "bfloat16":
         raise ConfigError(f"classes of a dictionary are texts or whole numbers, not {field.dtype}")
+    if len(names) > np.iinfo(field.storage).max + 1:
+        raise ConfigError(f"{len(names)} classes of a dictionary do not fit {field.dtype}")
     known = arrow.array(list(names), arrow.string())
 
     def numbers(column: Any) -> Sequence[object]:
         texts = column.dictionary_decode().cast(arrow.string())
-        made: Sequence[object] = (
-            pyarrow.compute.index_in(texts, value_set=known)
-            .to_numpy(zero_copy_only=False)
-            .astype(field.storage)
-        )
+        if texts.null_count:
+            raise NullInside
+        found = pyarrow.compute.index_in(texts, value_set=known)
+        if found.null_count:
+            text = texts.filter(found.is_null())[0].as_py()
+            raise ValueError(
+                f"{text[:40]!r} is none of the {len(names)} classes of the dictionary, which takes "
+                f"at most {MOST_CLASSES}: take it as text"
+            )
+        made: Sequence[object] = found.to_numpy(zero_copy_only=False).astype(field.storage)
         return made
 
     return numbers

@@ -12,7 +12,7 @@ import numpy as np
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.stored_values import StoredValues, stored_values
-from hpstore.loaders.ingestion.arrow_nested import Convert, json_column
+from hpstore.loaders.ingestion.arrow_nested import Convert, NullInside, json_column
 from hpstore.loaders.ingestion.source_rows import (
     Column,
     ColumnRows,
@@ -79,7 +79,7 @@ def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
 
     def rows(column: Any) -> Sequence[object]:
         if column.null_count:  # its place in the flat values is empty, or filled with anything
-            raise _NullInside
+            raise NullInside
         values = np.asarray(convert(column.flatten()))
         return values.reshape(len(column), size, *inner.inner_shape)  # type: ignore[return-value]
 
@@ -88,19 +88,15 @@ def _fixed_lists(arrow: Any, field: Any) -> tuple[Field, Convert]:
 
 def _numbers(column: Any) -> Sequence[object]:
     if column.null_count:
-        raise _NullInside
+        raise NullInside
     values: Sequence[object] = column.to_numpy(zero_copy_only=False)
     return values
-
-
-class _NullInside(ValueError):
-    """A list holds a null."""
 
 
 def _ragged(column: Any, convert: Convert) -> Sequence[object]:
     """Views of the flat values, one a row."""
     if column.null_count:
-        raise _NullInside
+        raise NullInside
     values = np.asarray(convert(column.flatten()))
     ends = np.cumsum(column.value_lengths().to_numpy(zero_copy_only=False))
     return [values[a:b] for a, b in pairwise([0, *ends.tolist()])]
@@ -115,9 +111,9 @@ def arrow_rows(
     convert = {n: c for n, (_, c) in made.items()}
     try:
         if any(batch.column(n).null_count for n in convert if n not in optional):
-            raise _NullInside
+            raise NullInside
         columns = {n: _column(batch.column(n), *both) for n, both in made.items()}
-    except _NullInside:
+    except NullInside:
         found = enumerate(arrow_samples(batch, convert, optional), first)
         yield from grouped(
             SourceItem(name=f"{name} {row}", origin=origin | row, sample=sample, problem=problem)
@@ -171,9 +167,9 @@ def arrow_samples(
     """Samples of a batch, or what is wrong with each. Whole columns at once where none is null."""
     try:
         if any(batch.column(name).null_count for name in columns if name not in optional):
-            raise _NullInside
+            raise NullInside
         values = {name: convert(batch.column(name)) for name, convert in columns.items()}
-    except _NullInside:
+    except NullInside:
         if batch.num_rows > 1:
             for row in range(batch.num_rows):
                 yield from arrow_samples(batch.slice(row, 1), columns, optional)
@@ -191,7 +187,7 @@ def _null_columns(
         column = batch.column(name)
         try:
             convert(column)
-        except _NullInside:
+        except NullInside:
             yield repr(name)
         else:
             if column.null_count and name not in optional:

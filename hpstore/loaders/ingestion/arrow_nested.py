@@ -13,6 +13,10 @@ from hpstore.loaders.dataset.fields import Field
 Convert = Callable[[Any], Sequence[object]]  # an Arrow array without nulls to one value a row
 
 
+class NullInside(ValueError):
+    """A list, or a dictionary, holds a null."""
+
+
 def json_column(arrow: Any, kind: Any) -> tuple[Field, Convert] | None:
     """The field of lists and structs of what JSON has; None where it has no such type."""
     t = arrow.types

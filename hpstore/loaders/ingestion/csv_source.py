@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
+from typing import IO, Any
 
 from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import MALFORMED, brief
@@ -24,6 +24,7 @@ from hpstore.loaders.ingestion.compressed_files import (
     FilePosition,
     decompressed,
 )
+from hpstore.loaders.ingestion.json_schema import exact, is_float
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,
@@ -42,9 +43,32 @@ _INT = re.compile(rb"-?(?:0|[1-9][0-9]{0,18})")
 _FLOAT = re.compile(
     rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|[nN]a[nN]|[-+]?[iI]nf(?:inity)?"
 )
+_MARK = b"\x1e"
+"""A row behind the file: pyarrow takes an end for a closing quote, and this row for a part of the
+last value then."""
+_NO_DELIMITERS = ('"', "\n", "\r", "\0", _MARK.decode())
+_CLOSED = "the mark"  # in the place of what is wrong with a row
 _BOOLEANS = {b"true": True, b"True": True, b"TRUE": True}
 _BOOLEANS |= {b"false": False, b"False": False, b"FALSE": False}
 Row = tuple[bytes, ...]
+
+
+class _Marked:
+    """A stream with the mark behind it, unless there is no row in it. For pyarrow's PythonFile."""
+
+    closed = False  # it is not this one's to close
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._mark = stream, b""
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """As a file's."""
+        data = self._stream.read(nbytes)
+        if not data:
+            data, self._mark = self._mark, b""
+        elif data.strip(b"\r\n"):
+            self._mark = b"\n" + _MARK
+        return data
 
 
 class CsvFiles(InferredFields):
@@ -68,6 +92,8 @@ class CsvFiles(InferredFields):
         self._delimiter = delimiter
         if delimiter and (len(delimiter) != 1 or not delimiter.isascii()):
             raise ConfigError(f"delimiter {delimiter!r} is not one ASCII character")
+        if delimiter in _NO_DELIMITERS:
+            raise ConfigError(f"delimiter {delimiter!r} has another meaning in CSV")
         self._files = source_files(where, TABLE_TEXT, storage or {})
         self.blocks = len(self._files)
         self._position = FilePosition()
@@ -87,8 +113,7 @@ class CsvFiles(InferredFields):
         problem = ""
         for file in self._files:
             try:
-                with self._opened(file, _BLOCK_BYTES, None, {}) as reader:
-                    names = list(reader.schema.names)
+                names = self._names_in(file)
             except self._errors() as error:
                 problem = problem or f"{printable(file.name)} cannot be read: {brief(error)}"
                 continue
@@ -104,6 +129,16 @@ class CsvFiles(InferredFields):
         if self._header is None:
             raise IngestError(f"{self.where}: {problem}. Nothing was written")
         return self._header
+
+    def _names_in(self, file: SourceFile, nbytes: int = _BLOCK_BYTES) -> list[str]:
+        """The header of a file. pyarrow wants the first row in the block with it."""
+        try:
+            with self._opened(file, nbytes, None, {}) as reader:
+                return list(reader.schema.names)
+        except self._arrow.ArrowInvalid as error:
+            if "straddling" not in str(error) or nbytes >= _ROW_BYTES:
+                raise
+        return self._names_in(file, min(8 * nbytes, _ROW_BYTES))
 
     def _found(self) -> dict[str, Field]:
         header = self._columns()
@@ -159,6 +194,18 @@ class CsvFiles(InferredFields):
         return (self._arrow.ArrowException, *STREAM_ERRORS, *MALFORMED)
 
     def _rows(self, file: SourceFile) -> Iterator[tuple[int, Row | None, str]]:
+        """As _divided(), without the mark: where it is no row, a quote is open."""
+        held: tuple[int, Row | None, str] | None = None
+        for found in self._divided(file):
+            if held is not None:
+                yield held
+            held = found
+        if held is None or held[1] == (_MARK,) or held[2] == _CLOSED:
+            return
+        number, _, problem = held
+        yield number, None, "a quote in it is not closed" if number else problem
+
+    def _divided(self, file: SourceFile) -> Iterator[tuple[int, Row | None, str]]:
         """Number (the header is row 1), values, or what is wrong; with larger blocks where a row
         is larger than one."""
         at, nbytes = 2, _BLOCK_BYTES
@@ -203,13 +250,13 @@ class CsvFiles(InferredFields):
 
         def broken(row: Any) -> str:
             said = f"it has {row.actual_columns} values, the header has {row.expected_columns}"
-            bad[row.number] = said
+            bad[row.number] = _CLOSED if row.text == _MARK.decode() else said
             return "skip"
 
         with (
             decompressed(file, self._position) as stream,
             csv.open_csv(
-                stream,
+                stream if header is None else _Marked(stream),
                 read_options=csv.ReadOptions(use_threads=False, block_size=nbytes),
                 parse_options=csv.ParseOptions(
                     delimiter=self._delimiter or ("\t" if tabs else ","),
@@ -228,8 +275,8 @@ def csv_fields(columns: Mapping[str, Sequence[bytes]]) -> dict[str, Field]:
     """Fields of columns of text. The one place where such a schema becomes fields. Pure.
 
     int64 where all values are whole numbers that are written as Python writes them (007 is text),
-    else float64, else bool (true, false), else str. Numbers and booleans of which some are empty
-    are optional; an empty text is a text.
+    else float64 where it holds all of them, else bool (true, false), else str. Numbers and booleans
+    of which some are empty are optional; an empty text is a text.
     """
     return {name: _field(values) for name, values in columns.items()}
 
@@ -246,7 +293,8 @@ def _told(values: Sequence[bytes]) -> Field:
         # what no int64 holds stays text, of which nothing is lost
         return Field("int64" if all(-(1 << 63) <= int(v) < 1 << 63 for v in values) else "str")
     if all(_FLOAT.fullmatch(value) for value in values):
-        return Field("float64")
+        kept = all(is_float(int(value)) for value in values if _INT.fullmatch(value))
+        return Field("float64" if kept else "str")
     return Field("bool" if all(value in _BOOLEANS for value in values) else "str")
 
 
@@ -267,9 +315,12 @@ def csv_value(name: str, value: bytes, made: Field) -> object:
             return int(value)
         if _FLOAT.fullmatch(value) is None:
             raise ValueError
-        return float(value)
     except UnicodeDecodeError as error:
         raise ConfigError(f"column {name!r} is no UTF-8: {error.reason}") from None
     except (ValueError, KeyError):
         shown = "empty" if not value else repr(value[:40].decode(errors="replace"))
         raise ConfigError(f"column {name!r} is {shown}, the field has {made.dtype}") from None
+    try:
+        return exact(int(value), made) if _INT.fullmatch(value) else float(value)
+    except ConfigError as error:
+        raise ConfigError(f"column {name!r} is {error}") from None

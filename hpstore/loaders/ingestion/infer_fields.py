@@ -80,7 +80,13 @@ def value_field(name: str, value: object) -> Field:
     if isinstance(value, bytes | bytearray | memoryview):
         return Field("bytes")
     if isinstance(value, bool | int | float | complex):
-        return Field(np.asarray(value).dtype.name)
+        dtype = np.asarray(value).dtype.name
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"{name!r} is {str(value)[:40]}, which takes more than 64 bits: Field('json') "
+                f"keeps it; {_HINT}"
+            )
+        return Field(dtype)
     if isinstance(value, torch.Tensor):
         return _field(name, str(value.dtype).removeprefix("torch."), tuple(value.shape))
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "__array_interface__"):

@@ -5,6 +5,7 @@ Numbers are exact: an int that a float would round is refused, not rounded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -17,7 +18,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import BFLOAT16, Array, Field
 from hpstore.loaders.ingestion.infer_fields import infer_fields
 
-_EXACT = 1 << 53  # ints up to this are floats, too
+_BITS = {"float64": 53, "float32": 24, "float16": 11, BFLOAT16: 8}  # of a whole number that is kept
 _MOST_DIMENSIONS = 32
 _LEAVE_OUT = "leave it out with fields=[...] (--field names those to take)"
 
@@ -58,7 +59,8 @@ class _Column:
                 plain = False
                 continue
             found = set(map(type, flat))
-            plain &= type(value) is not list or found <= {int, float} or found == {bool}
+            if type(value) is list:  # lists of empty lists are no arrays of inner shape
+                plain &= (found <= {int, float} or found == {bool}) and bool(flat or not value)
             types |= found
             inner = shape[1:] if flat else inner
         known = next((kind for kind in (float, int, bool) if kind in types), float)
@@ -111,45 +113,52 @@ def json_value(name: str, value: Any, made: Field) -> object:
     if not made.shape:
         if not isinstance(value, bool | int | float):
             raise ConfigError(f"{name!r} is {_said(value)}, the field has {made.dtype}")
-        return _exact(name, value, made)
-    if not isinstance(value, list):
+    elif not isinstance(value, list):
         raise ConfigError(f"{name!r} is {_said(value)}, not a list")
     try:
-        return _array(name, value, made)
+        return _array(value, made) if isinstance(value, list) else exact(value, made)
     except ConfigError as error:
         raise ConfigError(f"{name!r} is {error}") from None
 
 
-def _exact(name: str, value: complex, made: Field) -> complex:
-    floating = made.dtype == BFLOAT16 or made.storage.kind == "f"
-    if floating and type(value) is int and abs(value) > _EXACT:
-        try:
-            same = float(value) == value
-        except OverflowError:
-            same = False
-        if not same:
-            raise ConfigError(f"{name!r} is {_said(value)}, which {made.dtype} would round")
+def exact(value: complex, made: Field) -> complex:
+    """A number as it is. Raises ConfigError for an int that the field would round."""
+    bits = _BITS.get(made.dtype)
+    if bits and type(value) is int and not is_float(value, bits):
+        raise ConfigError(f"{_said(value)}, which {made.dtype} would round")
     return value
 
 
-def _array(name: str, value: list[Any], made: Field) -> Array | torch.Tensor:
+def is_float(value: int, bits: int = _BITS["float64"]) -> bool:
+    """Whether a float with so many bits, of at most 64 in all, is equal to a whole number. Pure."""
+    size = abs(value).bit_length()
+    return size <= 1024 and size - (value & -value).bit_length() < bits
+
+
+def _array(value: list[Any], made: Field) -> Array | torch.Tensor:
     flat, shape = _flat(value)
     types = set(map(type, flat))
     floating = made.dtype == BFLOAT16 or made.storage.kind == "f"
     taken = {int, float} if floating else {bool} if made.dtype == "bool" else {int}
     if not types <= taken:
         raise ConfigError(f"a list of {_kinds(types - taken)}, the field has {made.dtype}")
-    if not flat:
+    if not value:
         shape = (0, *made.inner_shape)
     if floating and types != {float}:
         for number in flat:
-            _exact(name, number, made)
-    if made.dtype == BFLOAT16:
-        return torch.tensor(flat, dtype=torch.bfloat16).reshape(shape)
+            exact(number, made)
+    found: Array | torch.Tensor
     try:
-        return np.array(flat, made.storage).reshape(shape)
+        if made.dtype == BFLOAT16:
+            found = torch.tensor(flat, dtype=torch.bfloat16).reshape(shape)
+        else:
+            with np.errstate(over="ignore"):  # said below
+                found = np.array(flat, made.storage).reshape(shape)
     except OverflowError as error:
         raise ConfigError(f"a list of which a number does not fit {made.dtype}") from error
+    if floating and int(torch.as_tensor(found).isinf().sum()) > sum(map(math.isinf, flat)):
+        raise ConfigError(f"a list of which a number is infinite as {made.dtype}")
+    return found
 
 
 def _kinds(types: set[type]) -> str:
