@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import ConcatDataset, SequentialSampler, Subset, TensorDataset
 
 from hpstore.errors import ConfigError
-from hpstore.loaders import DataLoader, Dataset, Mixture, Packing
+from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, Mixture, Packing
 from hpstore.loaders.batching.dataset_orders import source_order
+from hpstore.loaders.dataset.row_filter import filter_mask
 from tests.integration.chosen_sets import Written, written_sets
 
 
@@ -75,6 +76,40 @@ def test_bfloat16_columns_compare_as_numbers(sets: list[Written]) -> None:
     loader.close()
     assert batch["pair"][:, 0].max() < 460
     assert len(batch["pair"]) > 440
+
+
+EXACT: list[tuple[Any, list[int]]] = [
+    (("i", "in", [2**60 + 1, 2**63]), [1]),
+    (("u", "in", [2**63 + 1, -1]), [1]),
+    (("i", "not in", [0.5, 2**60]), [1, 2, 3]),
+    (("i", "==", float(2**60)), [0]),
+    (("i", "!=", 2.0**60 + 0.5), [1, 2, 3]),
+    (("u8", "!=", 1.5), [0, 1, 2, 3]),
+    (("u8", "==", 1.5), []),
+    (("u8", "<", 1.5), [0, 1]),
+    (("u8", "<=", np.float32(1.5)), [0, 1]),
+    (("u8", ">", 1.5), [2, 3]),
+    (("u8", ">=", 1.5), [2, 3]),
+    (("u8", "<", float("inf")), [0, 1, 2, 3]),
+    (("u8", "in", [256, 1, -255]), [1]),
+    (("f", "==", 0.1), [1]),
+    (("f", "in", {0.1, 10**400}), [1]),
+    (("f", "<", 10**400), [0, 1, 2, 3]),
+    (("b", "in", [2, 1]), [1, 2, 3]),
+]
+
+
+def test_comparisons_are_exact(sets: list[Written]) -> None:
+    """As Python compares ints with ints and floats; a float is that of the column's dtype, with
+    `in` too. numpy had rounded both sides."""
+    dtypes = {"i": "int64", "u": "uint64", "u8": "uint8", "f": "float32", "b": "bool"}
+    pool = sets[0].data.pool
+    with DatasetWriter(pool, "exact", {n: Field(dtype) for n, dtype in dtypes.items()}) as writer:
+        for n in range(4):
+            writer.write({"i": 2**60 + n, "u": 2**63 + n, "u8": n, "f": n / 10, "b": n > 0})
+    with Dataset(pool, "exact") as found:
+        for condition, wanted in EXACT:
+            assert np.flatnonzero(filter_mask(found, [condition])).tolist() == wanted, condition
 
 
 def test_a_filter_goes_with_ranks_and_resume(sets: list[Written]) -> None:

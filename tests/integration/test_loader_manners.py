@@ -210,6 +210,24 @@ def test_negative_indices_of_a_sampler_count_from_the_end(data: Dataset, part: b
     assert ours[0][:2] == [99, 98]
 
 
+def test_indices_of_a_subset_are_those_of_a_list(data: Dataset) -> None:
+    """Negative ones count from the end, of what it is a part of; mixed, too. What is no whole
+    number is refused: 1.5 was sample 1. Another data set's keys are its own matter."""
+    part: Any = Subset(Subset(data, [5, -1, 7]), [-1, 1, 0])
+    wanted = [7, COUNT - 1, 5]
+    for source in (part, Mixture([part], [1])):
+        assert [int(n) for b in DataLoader(source, 2) for n in b["i"]] == wanted
+    bad: Any
+    for bad in ([1.5], [True], ["a"], [COUNT], [-COUNT - 1], [2**64]):
+        for make in (lambda data: DataLoader(data, 2), lambda data: Mixture([data], [1])):
+            with pytest.raises(ConfigError, match=r"whole number|a Subset"):
+                make(Subset(data, bad))
+    with pytest.raises(ConfigError, match="whole number"):
+        list(DataLoader(data, batch_sampler=[[0.5, 1]]))
+    keyed: Any = Subset({"a": 1, "b": 2}, ["b", "a"])  # type: ignore[arg-type,list-item]
+    assert list(DataLoader(keyed, None)) == [2, 1]
+
+
 def test_an_index_beyond_either_end_is_refused(data: Dataset) -> None:
     for bad in (COUNT, -COUNT - 1):
         with pytest.raises(IndexError):

@@ -147,6 +147,9 @@ def test_a_source_without_weight_in_the_end_may_never_be_through() -> None:
     ("weights", "steps", "says"),
     [
         ([1], 1, "2 data sets, 1 weights"),
+        (["x", 1], 1, "weights are numbers"),
+        ("12", 1, "weights are '12'"),
+        (None, 1, "weights are None"),
         ([], 1, "2 data sets, 0 weights"),
         ([(0, [1, 2]), (5, [1])], 1, "from step 5"),
         ([(1, [1, 2])], 1, "rise, from 0"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -122,10 +123,12 @@ def test_what_a_caller_does_to_its_indices_stays_with_it() -> None:
         ([0.0, 0.0], "nothing to draw from"),
         ([], "nothing to draw from"),
         ([[1.0]], "shape"),
+        (["x", 1], "weights are numbers"),
+        ([None], "weights are numbers|weight 0 is nan"),
         ([5e-324, 1.0], "weight 0 is 5e-324, beside one of 1.0"),
     ],
 )
-def test_bad_weights_are_named(values: list[float], said: str) -> None:
+def test_bad_weights_are_named(values: list[Any], said: str) -> None:
     """Which one, and what it is."""
     with pytest.raises(ConfigError, match=said):
         WeightedOrder(values, 1, 0)

@@ -9,7 +9,7 @@ import numpy as np
 import torch.utils.data
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.batching.dataset_orders import is_plain, window_order
+from hpstore.loaders.batching.dataset_orders import is_plain, subset_numbers, window_order
 from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.batching.packed_orders import packed_order
 from hpstore.loaders.batching.packing import Packing
@@ -61,14 +61,17 @@ def native_of(dataset: Any) -> Native | None:
 
     Subclasses with samples of their own making are other datasets.
     """
-    mapping: Indices | None = None
+    parts = list[object]()
     while type(dataset) is torch.utils.data.Subset:
-        chosen = np.asarray(dataset.indices, np.int64)
-        mapping = chosen if mapping is None else chosen[mapping]
+        parts.append(dataset.indices)
         dataset = dataset.dataset
-    if isinstance(dataset, Mixture):
-        return Native(dataset, mapping)
-    return Native(dataset, mapping) if is_plain(dataset) else None
+    if not isinstance(dataset, Mixture) and not is_plain(dataset):
+        return None
+    found = Native(dataset, None)
+    for indices in reversed(parts):
+        chosen = subset_numbers(indices, found.chosen)
+        found = Native(dataset, chosen if found.mapping is None else found.mapping[chosen])
+    return found
 
 
 def chosen_data(

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.dataset import Dataset, sample_numbers
 from hpstore.loaders.sampling.label_mix import warn_of_sorted
 from hpstore.loaders.sampling.order import (
     PERMUTATION_SAMPLES,
@@ -27,6 +27,19 @@ def is_plain(dataset: Any) -> TypeGuard[Dataset]:
     return isinstance(dataset, Dataset) and (
         (kind.__getitem__, kind.__getitems__) == (Dataset.__getitem__, Dataset.__getitems__)
     )
+
+
+def subset_numbers(indices: object, count: int) -> Indices:
+    """The samples that a Subset of `count` has, as sample_numbers has them. Raises ConfigError."""
+    try:
+        chosen = sample_numbers(indices, count).reshape(-1)
+    except IndexError as error:
+        raise ConfigError(f"a Subset: {error}") from error
+    if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < count:
+        raise ConfigError(
+            f"a Subset with indices {chosen.min()} .. {chosen.max()} of {count} samples"
+        )
+    return chosen
 
 
 def source_order(

@@ -10,7 +10,7 @@ import numpy as np
 import torch.utils.data
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.batching.dataset_orders import is_plain, source_order
+from hpstore.loaders.batching.dataset_orders import is_plain, source_order, subset_numbers
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.row_filter import RowFilter, filter_mask
 from hpstore.loaders.sampling.mixture_order import MixtureOrder, Sources, sources_of
@@ -329,11 +329,7 @@ def mixture_source(data: Any) -> MixtureSource:
         return MixtureSource(parts=(data,))
     if type(data) is torch.utils.data.Subset:
         inner = mixture_source(data.dataset)
-        chosen = np.asarray(data.indices, np.int64).reshape(-1)
-        if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < len(inner):
-            raise ConfigError(
-                f"a Subset with indices {chosen.min()} .. {chosen.max()} of {len(inner)} samples"
-            )
+        chosen = subset_numbers(data.indices, len(inner))
         mapping = chosen if inner.mapping is None else inner.mapping[chosen]
         return replace(inner, mapping=mapping)
     if type(data) is torch.utils.data.ConcatDataset:

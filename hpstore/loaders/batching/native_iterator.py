@@ -20,8 +20,8 @@ from hpstore.loaders.batching.engines import AnySession, sample_bytes
 from hpstore.loaders.batching.mixture import Mixture
 from hpstore.loaders.batching.served import Served
 from hpstore.loaders.dataset.batch_values import slot_bytes
+from hpstore.loaders.dataset.dataset import sample_numbers
 from hpstore.loaders.sampling.batch_plan import BatchPiece, endless, listed
-from hpstore.loaders.sampling.random_draws import Indices
 from hpstore.loaders.sampling.rank_slices import Slices
 
 LEAST_AHEAD, MOST_AHEAD = 2, 16  # batches, unless prefetch_factor says
@@ -248,19 +248,10 @@ def _batches(
     sampler, mapping = _sampler(loader), native.mapping
     known = cached is None or cached.follow_sampler(sampler, mapping, epoch, skip)
     batches: Iterator[Any] = itertools.islice(sampler, skip, None)
+    batches = (sample_numbers(chosen, native.chosen) for chosen in batches)
     if mapping is not None:
-        batches = (mapping[np.asarray(chosen, np.int64)] for chosen in batches)
-    else:
-        batches = (_from_the_end(chosen, native.chosen) for chosen in batches)
+        batches = (mapping[chosen] for chosen in batches)
     return batches if known or cached is None else cached.drawn(batches)
-
-
-def _from_the_end(chosen: Any, count: int) -> Indices:
-    """A sampler's choice with negative indices as torch's map-style datasets take them."""
-    found: Indices = np.asarray(chosen, np.int64)
-    if not found.size or found.min() >= 0:
-        return found
-    return np.where((found < 0) & (found >= -count), found + count, found)
 
 
 def _first_rows(batches: Iterator[Any]) -> tuple[int, Iterator[Any]]:

@@ -28,6 +28,30 @@ from hpstore.runtime.forks import call_in_children
 Sample = dict[str, Value]
 
 
+def sample_numbers(indices: object, count: int) -> Int64s:
+    """Indices of samples as they are given, negative ones counted from the end, in their shape.
+
+    numpy makes floats and unsigned numbers of large ones, ints of floats and bools. Raises
+    ConfigError unless all are whole numbers, IndexError for what no int64 holds.
+    """
+    given = np.asarray(indices)
+    kind = given.dtype.kind if given.size else "i"
+    try:
+        if kind in "uOf":
+            each = np.asarray(indices, object).reshape(-1).tolist()
+            given = np.array([operator.index(one) for one in each], np.int64).reshape(given.shape)
+        elif kind != "i":
+            raise ConfigError(f"indices of samples are whole numbers, not {given.dtype}")
+    except OverflowError as error:
+        raise IndexError(f"a sample of {repr(indices)[:60]}, of {count}") from error
+    except TypeError as error:
+        raise ConfigError(f"indices of samples are whole numbers: {error}") from error
+    rows = given.astype(np.int64, copy=False)
+    if not rows.size or rows.min() >= 0:
+        return rows
+    return np.where((rows < 0) & (rows >= -count), rows + count, rows)
+
+
 class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
     """A published dataset. Thread-safe; survives fork and spawn (it pickles as pool and name).
 
@@ -124,8 +148,7 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
         A negative index counts from the end. Raises IndexError, IntegrityError naming the sample,
         ConfigError if an index is not an integer.
         """
-        rows = self._numbers(indices)
-        rows = np.where((rows < 0) & (rows >= -len(self)), rows + len(self), rows)
+        rows = sample_numbers(indices, len(self)).reshape(-1)
         self._check_range(rows)
         columns: dict[str, Sequence[Value]] = {}
         masks = {n: self.scalars(mask_name(n), rows) for n, f in self.fields.items() if f.optional}
@@ -141,22 +164,6 @@ class Dataset(StoredData, torch.utils.data.Dataset[Sample]):
             there = zip(columns[name], mask.tolist(), strict=True)
             columns[name] = [value if has else None for value, has in there]
         return [{name: columns[name][row] for name in self.fields} for row in range(len(rows))]
-
-    def _numbers(self, indices: Sequence[int]) -> Int64s:
-        """Indices as they are given. numpy makes floats and unsigned numbers of large ones."""
-        given = np.asarray(indices).reshape(-1)
-        kind = given.dtype.kind if len(given) else "i"
-        try:
-            if kind in "uOf":
-                each = np.asarray(indices, object).reshape(-1).tolist()
-                return np.array([operator.index(one) for one in each], np.int64)
-            if kind == "i":
-                return given.astype(np.int64)
-        except OverflowError as error:
-            raise IndexError(f"a sample of {repr(indices)[:60]}, of {len(self)}") from error
-        except TypeError as error:
-            raise ConfigError(f"indices of samples are whole numbers: {error}") from error
-        raise ConfigError(f"indices of samples are whole numbers, not {given.dtype}")
 
     def _values(
         self, name: str, rows: Int64s, raw: Sequence[Bytes], mask: Array | None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -23,9 +24,41 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le,
     ">": operator.gt,
     ">=": operator.ge,
-    "in": lambda column, values: np.isin(column, list(values)),  # of a set numpy makes one object
-    "not in": lambda column, values: ~np.isin(column, list(values)),
+    "in": lambda column, values: np.isin(column, _as_column(column, values)),
+    "not in": lambda column, values: ~np.isin(column, _as_column(column, values)),
 }
+_FLOAT_BITS = 1023  # of ints that surely are within the range of floats
+_UP = ("<", ">=")  # what they say of a number, they say of the next whole one
+
+
+def _compare(column: Array, sign: str, value: Any) -> Any:
+    """A column compared with a number, or with several. Whole numbers are never rounded: numpy
+    makes floats of both sides where one of them is a float, or they have no int in common."""
+    value = _number(value) if sign not in ("in", "not in") else value
+    if column.dtype.kind in "iu" and isinstance(value, float) and math.isfinite(value):
+        if sign in ("==", "!=") and not value.is_integer():
+            return np.full(column.shape, sign == "!=")
+        value = math.ceil(value) if sign in _UP else math.floor(value)
+    elif isinstance(value, int) and value.bit_length() > _FLOAT_BITS and column.dtype.kind == "f":
+        value = math.inf if value > 0 else -math.inf
+    return _COMPARISONS[sign](column, value)
+
+
+def _as_column(column: Array, values: Iterable[Any]) -> Array:
+    """Those of the numbers that a column may hold, in its dtype: as == compares with each."""
+    found = [_number(value) for value in values]
+    if column.dtype.kind in "iu":
+        fits = np.iinfo(column.dtype)
+        whole = {int(v) for v in found if not isinstance(v, float) or v.is_integer()}
+        return np.array([v for v in whole if fits.min <= v <= fits.max], column.dtype)
+    some = [v for v in found if isinstance(v, float) or v.bit_length() <= _FLOAT_BITS]
+    with np.errstate(over="ignore"):
+        return np.array(some, column.dtype if column.dtype.kind == "f" else np.float64)
+
+
+def _number(value: Any) -> Any:
+    """A number of Python's."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 class Columns(Mapping[str, Array]):
@@ -128,7 +161,7 @@ def filter_mask(data: StoredData, condition: RowFilter) -> Array:
         inner = name.removeprefix(_LENGTH).removesuffix(")")
         ragged = name == f"{_LENGTH}{inner})" and name not in columns
         column = columns.lengths(inner) if ragged else columns[name]
-        mask &= _require_mask(np.asarray(_COMPARISONS[sign](column, value)), data, f"{name} {sign}")
+        mask &= _require_mask(np.asarray(_compare(column, sign, value)), data, f"{name} {sign}")
     return mask
 
 

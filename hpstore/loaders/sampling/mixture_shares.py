@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
@@ -165,9 +165,11 @@ def schedule_of(
     `step_samples`: samples of all ranks in a step.
     """
     each = whole_argument("step_samples", step_samples, least=1)
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise ConfigError(f"weights are {weights!r}: give a number for each data set")
     given: list[Any] = list(weights)
     stepped = bool(given) and all(isinstance(one, tuple | list) for one in given)
-    steps = [_step(one) for one in given] if stepped else [(0, [float(weight) for weight in given])]
+    steps = [_step(one) for one in given] if stepped else [(0, given)]
     if steps[0][0] != 0 or any(b[0] <= a[0] for a, b in itertools.pairwise(steps)):
         raise ConfigError(
             f"weights change at steps {[step for step, _ in steps]}: these rise, from 0 on"

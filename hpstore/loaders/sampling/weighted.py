@@ -27,7 +27,10 @@ def check_weights(weights: npt.ArrayLike) -> Doubles:
     Also when they differ by more than 2**1000: their ratios, and the keys made of them, would
     leave the range of doubles.
     """
-    checked = np.array(weights, np.float64)
+    try:
+        checked = np.array(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"weights are numbers, not {repr(weights)[:60]}: {error}") from error
     if checked.ndim != 1:
         raise ConfigError(f"weights have the shape {checked.shape}, one dimension is needed")
     bad = np.flatnonzero(~(np.isfinite(checked) & (checked >= 0)))
