@@ -22,6 +22,7 @@ from hpstore.loaders import (
     verify_dataset,
     written_parts,
 )
+from hpstore.loaders.dataset import publish_dataset, remove_dataset
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
@@ -47,6 +48,12 @@ def nothing_but(pool: Pool, *keys: str) -> bool:
     return pool.list("data/") == sorted(keys)
 
 
+def stored(writer: DatasetWriter) -> None:
+    """Wait for the thread that puts what is full."""
+    writer._part_writers[0]._uploads.settle()
+    assert writer.pool.list(f"data/{writer.name}/")
+
+
 def test_nothing_is_visible_before_close_and_nothing_after_an_exception(pool: Pool) -> None:
     """Abandoned writers leave no object; the error is the caller's."""
     writer = DatasetWriter(pool, "a", FIELDS, **SMALL)
@@ -65,6 +72,51 @@ def test_nothing_is_visible_before_close_and_nothing_after_an_exception(pool: Po
     assert nothing_but(pool)
     with pytest.raises(ConfigError, match="abandoned"):
         writer.write(sample(0))
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_a_writer_whose_data_set_is_deleted_publishes_nothing(pool: Pool, append: bool) -> None:
+    """It published a data set without the objects that were deleted with it."""
+    if append:
+        write_samples(pool, "a", range(3))
+    writer = DatasetWriter(pool, "a", FIELDS, append=append, **({} if append else SMALL))
+    for number in range(COUNT):
+        writer.write(sample(number))
+    stored(writer)
+    delete_dataset(pool, "a")
+    with pytest.raises((VersionConflict, ObjectNotFound), match=r"was deleted while|no data set"):
+        writer.close()
+    assert nothing_but(pool)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_deletion_and_a_writer_see_each_other(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """PROTOCOL 25: the manifest is put while the deletion is between the manifest and the objects,
+    or (`late`) behind its last look. Either takes it away again."""
+    put, look = publish_dataset._require_whole, remove_dataset.published_manifest
+    writer = DatasetWriter(pool, "a", FIELDS, **SMALL)
+    for number in range(COUNT):
+        writer.write(sample(number))
+    monkeypatch.setattr(publish_dataset, "_require_whole", put if late else lambda *_: None)
+    looks: list[str] = []
+
+    def looking(*given: Any) -> Any:  # Any: passed on
+        looks.append("again" if looks else "first")
+        if not late and looks[-1] == "again":
+            writer.close()
+        return look(*given)
+
+    monkeypatch.setattr(remove_dataset, "published_manifest", looking)
+    stored(writer)
+    delete_dataset(pool, "a")
+    assert looks == ["first", "again"]
+    if late:
+        with pytest.raises(VersionConflict, match="deleted while it was written"):
+            writer.close()
+    with pytest.raises(ObjectNotFound):
+        Dataset(pool, "a")
 
 
 def test_a_taken_name_is_kept_unless_overwrite(pool: Pool) -> None:

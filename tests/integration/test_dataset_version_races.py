@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 import hpstore
-from hpstore.errors import VersionConflict
+from hpstore.errors import ObjectNotFound, VersionConflict
 from hpstore.loaders import (
     Dataset,
     DatasetWriter,
     Field,
     add_field,
+    delete_dataset,
     delete_rows,
     remove_orphans,
     verify_dataset,
@@ -141,6 +142,18 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> N
         return change(*args, **options)
 
     monkeypatch.setattr(dataset_changes, "change_dataset", late)
+
+
+def test_a_field_of_a_data_set_that_is_deleted_meanwhile_leaves_nothing(pool: Pool) -> None:
+    write_samples(pool, "a", range(10))
+
+    def values(rows: range) -> Any:
+        delete_dataset(pool, "a")
+        return np.zeros(len(rows), np.int8)
+
+    with pytest.raises(ObjectNotFound, match="no data set 'a'"):
+        add_field(pool, "a", "score", Field("int8"), values)
+    assert pool.list("data/a/") == []
 
 
 def test_a_name_of_a_version_is_given_once(pool: Pool) -> None:

@@ -155,6 +155,8 @@ def test_rows_that_go_are_refused_when_they_are_not_there_or_all(pool: Pool) -> 
         ([10], "no sample 10, it has 10"),
         ([-11], "no sample -11"),
         ([0.5], "whole numbers, or a function"),
+        ((n for n in [0]), "rows are a generator"),
+        (0, "rows are a int"),
         (range(10), "no sample of data set 'a' would be left"),
         (lambda columns: columns["label"], "one True or False for each"),
         (lambda columns: np.array([True]), "one True or False for each"),
@@ -223,6 +225,7 @@ def test_a_field_is_refused_that_is_there_or_does_not_fit(pool: Pool) -> None:
     before = pool.list("data/")
     wrong: list[tuple[str, Field, Any, str]] = [
         ("label", Field("int64"), range(10), "has a field 'label'"),
+        ("new", Field("int64"), iter(range(10)), "values are a range_iterator"),
         ("new", Field("int64"), range(9), "9 values of field 'new' for 10 samples"),
         ("new", Field("int64"), lambda rows: [1], "1 values of field 'new'"),
         ("new", Field("int64"), ["x"] * 10, "field 'new'"),

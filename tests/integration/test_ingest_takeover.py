@@ -14,6 +14,7 @@ from hpstore.loaders import (
     Dataset,
     IngestProgress,
     IngestReport,
+    delete_dataset,
     ingest,
     unfinished_ingests,
     verify_dataset,
@@ -156,3 +157,40 @@ def test_an_ingest_whose_parts_another_one_removes_publishes_nothing(
         ingest(pool, "cut", root, **SHARD)
     with pytest.raises(ObjectNotFound):
         Dataset(pool, "cut")
+
+
+@pytest.mark.parametrize("when", [30, 60])
+def test_an_ingest_whose_data_set_is_deleted_leaves_nothing(
+    pool: Pool, tmp_path: Path, when: int
+) -> None:
+    """In the midst of it, and when all is read: parts that are finished later go, too."""
+    root = images(tmp_path / "in")
+
+    def delete(now: IngestProgress) -> None:
+        if now.records == when:
+            delete_dataset(pool, "gone")
+
+    with pytest.raises(IngestError, match="was ended meanwhile by another process"):
+        ingest(pool, "gone", root, progress=delete, **SHARD)
+    assert keys_left(pool, "gone") == []
+
+
+def test_an_ingest_that_another_one_takes_over_leaves_what_that_one_knows(
+    pool: Pool, tmp_path: Path
+) -> None:
+    """The other one is cut short then. Of the first one there is nothing that no journal names."""
+    root = images(tmp_path / "in")
+
+    def taken(now: IngestProgress) -> None:
+        """Between two parts of eight: the third one is in the journal, the fourth is not full."""
+        if now.records == 28:
+            assert any(unfinished_ingests(pool)["cut"].rows == 24 for _ in range(10_000))
+            cut_short(pool, "cut", root, 50)
+
+    with pytest.raises(IngestError, match="another process"):
+        ingest(pool, "cut", root, progress=taken, **SHARD)
+    left = unfinished_ingests(pool)["cut"]
+    named = {None, *left.writing, *(part.nonce for part in left.parts)}
+    assert {nonce_of("cut", key) for key in keys_left(pool, "cut")} <= named
+    assert ingest(pool, "cut", root, **SHARD).resumed_samples == left.rows > 0
+    assert sorted(rows(pool, "cut")) == sorted(wanted_rows(root))

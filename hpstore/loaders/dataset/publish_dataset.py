@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
@@ -160,6 +160,7 @@ def publish(
     old, _ = manifest_at(pool, name, key) if version is not None else (None, None)
     if manifest.part is None:
         manifest = publish_over(pool, key, manifest, old, version)
+        _require_whole(pool, name, key, manifest)
     else:
         pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
     if old is not None:
@@ -168,6 +169,39 @@ def publish(
         except (HpstoreError, OSError) as error:  # what is published stays so
             _log.warning("what data set %r replaced stays until remove_orphans: %s", name, error)
     return manifest
+
+
+def _require_whole(pool: Pool, name: str, key: str, made: DatasetManifest) -> None:
+    """Take back what was published where delete_dataset removed objects of it meanwhile: it looks
+    for a manifest, too, after the objects, so one of both sees it. Raises VersionConflict."""
+    try:
+        there = set(pool.list(f"{PREFIX}/{name}/", certain=True))
+        lost = next((one for one in _objects(name, made) if one not in there), None)
+        if lost is None or pool.exists(lost):
+            return
+        found, version = manifest_at(pool, name, key)
+        if found is not None and version is not None and found.nonces == made.nonces:
+            pool.admin.remove_versions({key: version})
+    except HpstoreError as error:
+        _log.info("whether data set %r is whole is not known: %s", name, error)
+        return
+    raise VersionConflict(
+        f"data set {name!r} was deleted while it was written, {lost!r} with it: nothing of it is "
+        "visible. Write it again.",
+        key=key,
+    )
+
+
+def _objects(name: str, manifest: DatasetManifest) -> Iterator[str]:
+    """Keys of the shards, their side objects, and the columns."""
+    for part in manifest.parts:
+        for number, stream in enumerate(part.streams):
+            for shard in range(len(stream.rows)):
+                yield shard_key(name, part.nonce, number, shard)
+                yield side_key(name, part.nonce, number, shard)
+        for column, hashes in part.columns.items():
+            for cut in range(len(hashes)):
+                yield column_key(name, part.column_nonce(column), column, cut)
 
 
 def publish_over(

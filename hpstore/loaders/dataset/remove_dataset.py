@@ -32,7 +32,8 @@ def delete_dataset(pool: Pool, name: str) -> None:
     """Delete a dataset with its versions, parts that were not published, what killed writers left.
 
     Durable on return. The manifest goes first: stopped in between, nothing of it is visible, and
-    calling it again goes on.
+    calling it again goes on. What a process is writing under this name goes, too: its writer or
+    ingest raises, and publishes nothing.
 
     Parameters
     ----------
@@ -68,6 +69,10 @@ def delete_dataset(pool: Pool, name: str) -> None:
             raise ObjectNotFound(f"no data set {name!r} in this pool", key=key) from error
     for found in sorted(ours, key=lambda found: nonce_of(name, found) is not None):
         delete_if_there(pool, found)
+    gone = {nonce_of(name, found) for found in ours}
+    late, _ = published_manifest(pool, name)
+    if late is not None and late.nonces & gone:  # of a writer that did not notice it
+        delete_if_there(pool, key)
 
 
 def remove_orphans(pool: Pool, name: str) -> int:

@@ -117,7 +117,7 @@ class Journal:
     def save(self, progressed: Progressed) -> None:
         """Make it what a restart finds. Durable on return.
 
-        Raises IngestError when another process has written the journal since.
+        Raises IngestError when another process has written the journal since, or removed it.
         """
         try:
             info = self._pool.put(
@@ -133,10 +133,17 @@ class Journal:
                     "by another process or by a put of this one whose answer was lost: this one "
                     "stops. Unless another ingests it, the same call goes on from there"
                 ) from error
-            raise IngestError(
-                f"another process ingests data set {self._name!r}: this one stops, that one goes on"
-            ) from error
+            raise IngestError(self._lost()) from error
         self._version = info.version
+
+    def _lost(self) -> str:
+        """Why the journal is not this ingest's any more."""
+        if self._version is not None and not self._pool.exists(self._key):
+            return (
+                f"the ingest of data set {self._name!r} was ended meanwhile by another process, "
+                "which finished it or deleted the data set: this one stops"
+            )
+        return f"another process ingests data set {self._name!r}: this one stops, that one goes on"
 
     def remove(self) -> None:
         """The ingest is over. Idempotent."""

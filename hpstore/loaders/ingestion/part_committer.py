@@ -102,6 +102,7 @@ class PartsWriter:
         self._finishing: Future[None] | None = None  # what it saves is read after it is done
         self._executor = WorkerThreads(1, "hpstore-ingest-part")
         self._nonces = (new_nonce(), new_nonce())
+        self._made = set(self._nonces)
         self._claim(start)
         base = target.base
         known = start.parts or (base.parts if base is not None else ())
@@ -221,6 +222,7 @@ class PartsWriter:
         full, self._writer = self._current(), None  # from now on the journal may name its objects
         state = self._state()
         self._nonces, self._held = (self._nonces[1], new_nonce()), 0
+        self._made.update(self._nonces)
         return full, state
 
     def _state(self) -> Progressed:
@@ -251,7 +253,11 @@ class PartsWriter:
             return self._append(target.base, state)
         parts = state.parts
         alone = len(parts) == 1 and not self._kept  # then it is there: this run has stored it
-        joined = parts[0].content if alone else self._joined(parts)
+        try:
+            joined = parts[0].content if alone else self._joined(parts)
+        except ObjectNotFound:
+            self._save(state)  # says so where another process removed them
+            raise
         manifest = replace(self._schema, parts=parts, content=joined)
         # raises if another process has started over, which removes these parts
         self._save(state)
@@ -294,8 +300,23 @@ class PartsWriter:
     ) -> None:
         """Nothing is under way any more. After an error, parts that were finished are kept."""
         self._executor.shutdown(wait=True)
-        if error is not None and self._writer is not None:
+        if error is None:
+            return
+        if self._writer is not None:
             self._writer.remove()
+        self._remove_unnamed()
+
+    def _remove_unnamed(self) -> None:
+        """Where another process took the ingest over, or removed it, remove what it does not know
+        of, as far as that goes now: a journal of this one names the rest for the next run."""
+        pool, name = self._target.pool, self._target.name
+        try:
+            found = Journal(pool, name).read()
+            if found is None or not self._made.intersection(found.writing[:1]):
+                known = {part.nonce for part in found.parts} if found is not None else set()
+                discard(pool, name, self._made - known)
+        except (HpstoreError, OSError) as error:
+            _log.warning("what an ingest of %r stored stays until remove_orphans: %s", name, error)
 
 
 def replaceable(pool: Pool, name: str, *, overwrite: bool) -> str | None:

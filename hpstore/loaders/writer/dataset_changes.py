@@ -16,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.errors import ConfigError, VersionConflict
+from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset.dataset_manifest import ContentDigest, DatasetManifest, DatasetPart
 from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manifest
 from hpstore.loaders.dataset.fields import Array, Field, FieldKind, check_fields, stored_fields
@@ -92,6 +92,7 @@ def _staying(data: StoredData, rows: Sequence[int] | Predicate) -> Array:
     """True for each sample that stays. Raises ConfigError."""
     stays: Array = np.ones(len(data), np.bool_)
     if not callable(rows):
+        _require_sized("rows", rows, "whole numbers, or a function")
         given = np.asarray(rows if len(rows) else np.empty(0, np.int64))
         if given.dtype.kind not in "iu" or given.ndim != 1:
             raise ConfigError("rows: whole numbers, or a function; nothing was changed")
@@ -114,6 +115,14 @@ def _staying(data: StoredData, rows: Sequence[int] | Predicate) -> Array:
             )
         stays[block.start : block.stop] = ~goes
     return stays
+
+
+def _require_sized(what: str, given: object, wanted: str) -> None:
+    """Raise ConfigError for what has no length, such as a generator."""
+    if not hasattr(given, "__len__"):
+        raise ConfigError(
+            f"{what} are a {type(given).__name__}: give {wanted}. Nothing was changed"
+        )
 
 
 def _blocks(rows: int) -> Iterator[range]:
@@ -186,6 +195,8 @@ def add_field(
     if field in base.fields:
         raise ConfigError(f"data set {name!r} has a field {field!r}; nothing was changed")
     fields = check_fields({**base.fields, field: made})
+    if not callable(values):
+        _require_sized("values", values, "one for each sample, or a function")
     if not callable(values) and len(values) != base.rows:
         raise ConfigError(
             f"{len(values)} values of field {field!r} for {base.rows} samples; nothing was changed"
@@ -353,8 +364,8 @@ class _Writers:
         self._unclear = True  # an unacknowledged put may still become visible
         try:
             made = change_dataset(self._pool, self._name, changed, label=version)
-        except (ConfigError, VersionConflict) as error:
-            self._unclear = error.maybe_visible
+        except (ConfigError, ObjectNotFound, VersionConflict) as error:
+            self._unclear = error.maybe_visible  # a dataset that went is found before any put
             raise
         return dataset_info(self._pool, self._name, made)
 

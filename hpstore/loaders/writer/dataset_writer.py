@@ -263,7 +263,8 @@ class DatasetWriter(Closing):
     def close(self) -> None:
         """Store the rest, shuffle if asked for, publish. Durable on return; idempotent.
 
-        Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged.
+        Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged;
+        or deleted it: nothing of this writer stays.
         """
         if self._state in ("closed", "abandoned"):
             return
@@ -279,7 +280,7 @@ class DatasetWriter(Closing):
                 self._append_part(manifest)
             else:
                 publish(self.pool, self.name, self._key, manifest, version=self._version)
-        except VersionConflict as error:
+        except (ConfigError, ObjectNotFound, VersionConflict) as error:
             if not error.maybe_visible:  # else what was met may be this writer's own
                 self._state = "failed"
             self.abandon()
