@@ -10,6 +10,7 @@ import pytest
 
 from hpstore.errors import ConfigError, IngestError, VersionConflict
 from hpstore.loaders import Dataset, ingest, ingest_splits, list_datasets, open_source
+from hpstore.loaders.ingestion.source_paths import local_files
 from hpstore.loaders.ingestion.source_splits import splits_of
 from hpstore.pool.pool import Pool
 from tests.integration.cli_cases import PoolCommands
@@ -67,6 +68,40 @@ def test_files_named_for_splits_are_split(pool: Pool, tmp_path: Path) -> None:
     (root / "test.jsonl").unlink()
     assert splits_of(root) == {}
     assert open_source(root).kind == "jsonl"
+
+
+def test_a_split_takes_no_files_of_another(tmp_path: Path) -> None:
+    """Of val and validation, whatever signs of patterns the folder's name has."""
+    folder = tmp_path / "a [b]*"
+    folder.mkdir()
+    for name in ("x-val", "x-validation-0001", "x-validation-0002", "x-train"):
+        (folder / f"{name}.jsonl").write_text(json.dumps({"name": name}))
+    found = {split: local_files(where, [".jsonl"]) for split, where in splits_of(folder).items()}
+    assert {split: [file.stem for file in files] for split, files in found.items()} == {
+        "train": ["x-train"],
+        "val": ["x-val"],
+        "validation": ["x-validation-0001", "x-validation-0002"],
+    }
+    (folder / "x-val-1.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match="no pattern names the files"):
+        splits_of(folder)
+
+
+def test_patterns_go_round_no_loop_of_links(tmp_path: Path) -> None:
+    """Each sample came 41 times; with two links the pattern never ended."""
+    inner = tmp_path / "a/b"
+    inner.mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    for link in ("one", "two"):
+        (inner / link).symlink_to("..")
+    (inner / "itself.jsonl").symlink_to("itself.jsonl")
+    for folder in (tmp_path, inner, tmp_path / ".hidden"):
+        (folder / "x.jsonl").write_text("{}")
+    outer = [tmp_path / "a/b/x.jsonl", tmp_path / "x.jsonl"]
+    assert local_files(f"{tmp_path}/**/*.jsonl", [".jsonl"]) == outer
+    assert local_files(f"{tmp_path}/**/b/**", [".jsonl"]) == outer[:1]
+    assert local_files(f"{tmp_path}/*/**/x.jsonl", [".jsonl"]) == outer[:1]
+    assert local_files(inner, [".jsonl"]) == outer[:1]
 
 
 def test_a_cut_ingest_goes_on_with_its_split(pool: Pool, tmp_path: Path) -> None:

@@ -137,9 +137,12 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     tree(tmp_path / "root")
     os.symlink(tmp_path / "root", tmp_path / "root/a/loop")
     os.symlink(tmp_path / "gone.jpg", tmp_path / "root/a/dead.jpg")
+    os.symlink("itself.jpg", tmp_path / "root/a/itself.jpg")
+    os.symlink("itself", tmp_path / "root/itself")
     found = ImageFolder(tmp_path / "root")
     items = {item.name: item for item in found.read(range(found.length), 4)}
-    assert "cannot be read" in items["a/dead.jpg"].problem
+    for name in ("dead", "itself"):
+        assert "cannot be read" in items[f"a/{name}.jpg"].problem
     assert not any(name.count("loop") > 1 for name in items)
 
 

@@ -30,6 +30,7 @@ from hpstore.loaders.ingestion.sample_source import (
     printable,
     sliced,
 )
+from hpstore.loaders.ingestion.source_paths import MAX_DEPTH, leads_to, listed
 from hpstore.loaders.ingestion.source_rows import (
     Column,
     ColumnRows,
@@ -42,7 +43,6 @@ from hpstore.runtime.threads import WorkerThreads, start_thread
 from hpstore.units import MIB
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-MAX_DEPTH = 64
 SLICE_ROWS, SLICE_BYTES = 256, 4 * MIB  # read by a thread at a time
 
 
@@ -70,7 +70,7 @@ class ImageFolder(IndexedSource):
         self._extensions = frozenset(e.lower() for e in extensions)
         if not self._root.is_dir():
             raise ConfigError(f"{self.where} is not a folder of images")
-        top = sorted(entry.name for entry in _entries(self._root) if entry.is_dir())
+        top = sorted(entry.name for entry in listed(self._root) if leads_to(entry.is_dir))
         self.classes = [printable(name) for name in top]
         self._paths: list[str] = []
         labels: list[int] = []
@@ -79,7 +79,7 @@ class ImageFolder(IndexedSource):
             self._scan(self._root / folder, folder, (), facts)
             labels += [label] * (len(facts) - len(labels))
         if top:
-            self.ignored += sum(not entry.is_dir() for entry in _entries(self._root))
+            self.ignored += sum(not leads_to(entry.is_dir) for entry in listed(self._root))
         self._labels = np.array(labels, np.int64)
         self._sizes = np.array([size for size, _ in facts], np.int64)
         self._times = np.array([time for _, time in facts], np.int64)
@@ -103,9 +103,9 @@ class ImageFolder(IndexedSource):
             return
         if len(above) >= MAX_DEPTH:
             raise IngestError(f"{folder}: folders are nested deeper than {MAX_DEPTH}")
-        for entry in _entries(folder):
+        for entry in listed(folder):
             name = f"{inside}/{entry.name}" if inside else entry.name
-            if entry.is_dir():
+            if leads_to(entry.is_dir):
                 self._scan(folder / entry.name, name, (*above, (here.st_dev, here.st_ino)), facts)
             elif not self._is_image(entry):
                 self.ignored += 1
@@ -119,7 +119,9 @@ class ImageFolder(IndexedSource):
         if entry.name.startswith("._"):
             return False
         ending = os.path.splitext(entry.name)[1].lower()
-        return ending in self._extensions and (entry.is_file() or not os.path.exists(entry.path))
+        return ending in self._extensions and (
+            leads_to(entry.is_file) or not os.path.exists(entry.path)
+        )
 
     @property
     def metadata(self) -> dict[str, object]:
@@ -253,16 +255,6 @@ async def _drained() -> None:
     """Wait for reads under way. Not cancelled: a file that a thread is opening would stay open."""
     others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
     await asyncio.gather(*others, return_exceptions=True)
-
-
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return sorted(found, key=lambda entry: entry.name)
-    except OSError as error:
-        raise IngestError(
-            f"{folder} cannot be listed: {error.strerror}. Nothing was written."
-        ) from error
 
 
 def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.ingestion.remote_files import RemoteFile, remote_files
 from hpstore.runtime.text_files import checked_path
 
@@ -17,6 +17,7 @@ SourceFile = Path | RemoteFile
 """A file of a source: what both have is name, stem, suffix, stat() and open("rb")."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_FILES = 1_000_000
+MAX_DEPTH = 64  # of folders in each other
 
 
 def local_path(where: str | os.PathLike[str]) -> str:
@@ -62,8 +63,8 @@ def local_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[P
     if os.path.isdir(text):
         found = [
             entry.path
-            for entry in os.scandir(text)
-            if entry.is_file() and entry.name.lower().endswith(tuple(endings))
+            for entry in listed(text)
+            if entry.name.lower().endswith(tuple(endings)) and leads_to(entry.is_file)
         ]
         problem = f"holds no file that ends in {', '.join(endings)}"
     else:
@@ -74,13 +75,59 @@ def local_files(where: str | os.PathLike[str], endings: Sequence[str]) -> list[P
     return [Path(path) for path in sorted(set(found))]
 
 
+def leads_to(kind: Callable[[], bool]) -> bool:
+    """What is_file or is_dir of an os.DirEntry says; False for a link that leads to itself."""
+    try:
+        return kind()
+    except OSError:
+        return False
+
+
 def _matching(pattern: str) -> list[str]:
     """Files of one pattern. A name without wildcards must be there."""
     if not glob.has_magic(pattern):
         if not os.path.isfile(pattern):
             raise ConfigError(f"{pattern} does not exist")
         return [pattern]
-    return [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+    return [path for path in _found(pattern) if os.path.isfile(path)]
+
+
+def _found(pattern: str) -> Iterator[str]:
+    """As glob has it, but `**` goes round no loop of links. Raises IngestError."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        yield from glob.glob(pattern)
+        return
+    at = parts.index("**")
+    top, rest = "/".join(parts[:at]), "/".join(parts[at + 1 :])
+    tops = glob.glob(top or ("/" if at else "."))
+    for folder in filter(os.path.isdir, tops):
+        for inside in _folders(folder, ()):
+            yield from _found(os.path.join(glob.escape(inside), rest or "*"))
+
+
+def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+    """A folder and those in it, but for hidden ones."""
+    here = os.stat(folder)
+    if (here.st_dev, here.st_ino) in above:
+        return
+    if len(above) >= MAX_DEPTH:
+        raise IngestError(f"{folder}: folders are nested deeper than {MAX_DEPTH}")
+    yield folder
+    for entry in listed(folder):
+        if not entry.name.startswith(".") and leads_to(entry.is_dir):
+            yield from _folders(entry.path, (*above, (here.st_dev, here.st_ino)))
+
+
+def listed(folder: str | Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, sorted. Raises IngestError."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        raise IngestError(
+            f"{folder} cannot be listed: {error.strerror}. Nothing was written."
+        ) from error
 
 
 def _expanded(text: str) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +66,39 @@ def _of_folders(folder: Path) -> dict[str, Any]:
 
 def _of_files(folder: Path) -> dict[str, Any]:
     """By the names of files; of one ending, so that a pattern names those of a split."""
-    files = [f for f in folder.iterdir() if not f.name.startswith((".", "_")) and _ending(f)]
-    found: dict[str, str] = {}
-    for file in sorted(f for f in files if f.is_file()):
-        ending = _ending(file)
-        named = _NAMED.fullmatch(file.name[: -len(ending)].lower())
-        if named is None:
+    named = [f for f in folder.iterdir() if not f.name.startswith((".", "_")) and _ending(f)]
+    files = [file.name for file in sorted(named) if file.is_file()]
+    parts: dict[str, tuple[str, str, str]] = {}  # before, the split as it is written, the ending
+    ours: dict[str, list[str]] = {}
+    for name in files:
+        ending = _ending(Path(name))
+        found = _NAMED.fullmatch(name[: -len(ending)].lower())
+        if found is None:
             return {}
-        split = named[1]
-        before = file.name[: named.start(1)]
-        pattern = str(folder / f"{before}{file.name[named.start(1) : named.end(1)]}*{ending}")
-        if found.setdefault(split, pattern) != pattern:
+        low, high = found.span(1)
+        part = (name[:low], name[low:high], ending)
+        if parts.setdefault(found[1], part) != part:
             return {}  # files of two datasets, or of two formats
-    return found if len(found) > 1 else {}
+        ours.setdefault(found[1], []).append(name)
+    if len(ours) < 2:
+        return {}
+    return {split: _pattern(folder, parts[split], ours[split], files) for split in ours}
+
+
+def _pattern(
+    folder: Path, part: tuple[str, str, str], ours: Sequence[str], files: Sequence[str]
+) -> str:
+    """What names these of the files of a folder, and no other: val* is validation, too. Raises
+    ConfigError."""
+    before, split, ending = part
+    for sign in ("*", "-[0-9]*", ""):
+        pattern = f"{glob.escape(before + split)}{sign}{ending}"
+        if fnmatch.filter(files, pattern) == ours:
+            return f"{glob.escape(str(folder))}/{pattern}"
+    raise ConfigError(
+        f"{folder}: no pattern names the files {', '.join(ours[:3])} of one split and no other: "
+        "put the files of each split into a folder of its own"
+    )
 
 
 def _ending(file: Path) -> str:
