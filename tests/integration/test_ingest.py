@@ -234,6 +234,29 @@ def test_another_source_seed_or_fields_are_refused(pool: Pool, tmp_path: Path) -
     assert left == nonces, "objects of the first try are left"
 
 
+@pytest.mark.parametrize("change", ["grows", "is replaced", "goes"])
+def test_a_file_that_changes_while_it_is_read_ends_the_ingest(
+    pool: Pool, tmp_path: Path, change: str
+) -> None:
+    """Samples were of both. The next call finds another source, as after a cut."""
+    path, line = tmp_path / "a.jsonl", '{"x": "' + "y" * 4000 + '"}\n'
+    path.write_text(line * 60)
+
+    def changed(now: IngestProgress) -> None:
+        if now.records == 30:
+            path.rename(tmp_path / "b")
+            if change != "goes":
+                path.write_text(line * (61 if change == "grows" else 60))
+
+    with pytest.raises(IngestError, match="changed while it was read"):
+        ingest(pool, "a", path, progress=changed, **SHARD)
+    assert list_datasets(pool) == []
+    path.write_text(line)
+    with pytest.raises(IngestError, match="source has changed"):
+        ingest(pool, "a", path, **SHARD)
+    assert ingest(pool, "a", path, resume=False, **SHARD).samples == 1
+
+
 def test_bad_records_are_named_and_left_out_when_asked(pool: Pool, tmp_path: Path) -> None:
     """A cut image and a dead link: an error by name, or left out, counted, with what was wrong."""
     root = images(tmp_path / "in")

@@ -176,6 +176,8 @@ def test_features_of_examples(tmp_path: Path) -> None:
             made = example.Example()
             for name, values in each.items():
                 feature = made.features.feature[name]
+                if not values:
+                    continue  # there, and of no type
                 kinds = {bytes: feature.bytes_list, float: feature.float_list}
                 kinds.get(type(values[0]), feature.int64_list).value.extend(values)
             data = made.SerializeToString()
@@ -200,6 +202,12 @@ def test_features_of_examples(tmp_path: Path) -> None:
         {"f": [0.5, 1.5], "i": 1, "t": b"x"},
         {"f": [2.5], "i": 2, "t": b"\xff"},
     ]
+    for features in ([{"f": []}, {"f": [0.5]}], [{"f": [0.5, 1.0]}, {"f": []}]):
+        unset = open_source(write(*features))
+        assert unset.fields == {"f": Field("float32", (None,))}
+        found = [plain(item.sample) for item in items_of(unset)]
+        assert found == features
+    source = open_source(write({"t": [b"x"]}, {"t": [b"\xff"]}))
     source.restrict(["t"], {"t": Field("str")})
     assert [item.problem for item in items_of(source)] == [
         "",

@@ -59,6 +59,7 @@ class ArrowTables(BlockwiseSource):
     """
 
     kind = "parquet"
+    by_files = True
     reads_ahead = True
 
     def __init__(

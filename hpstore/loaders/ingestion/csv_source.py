@@ -78,6 +78,7 @@ class CsvFiles(InferredFields):
     """
 
     kind = "csv"
+    by_files = True
 
     def __init__(
         self,

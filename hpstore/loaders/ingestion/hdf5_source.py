@@ -38,6 +38,7 @@ class Hdf5Arrays(BlockwiseSource):
     """
 
     kind = "hdf5"
+    by_files = True
 
     def __init__(self, where: str | os.PathLike[str], *, group: str = "/") -> None:
         self._h5py = _h5py()

@@ -57,6 +57,7 @@ class JsonLines(InferredFields):
     """
 
     kind = "jsonl"
+    by_files = True
 
     def __init__(
         self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None

@@ -50,6 +50,7 @@ class LitDataChunks(BlockwiseSource):
     """
 
     kind = "litdata"
+    by_files = True
 
     def __init__(
         self, where: str | os.PathLike[str], *, names: Sequence[str] | None = None

@@ -33,6 +33,7 @@ class LmdbRecords(BlockwiseSource):
     """Records of an environment: a folder with data.mdb, or a file. `database`: a named one."""
 
     kind = "lmdb"
+    by_files = True
 
     def __init__(self, where: str | os.PathLike[str], *, database: str = "") -> None:
         with needed("LMDB needs lmdb", extra="lmdb"):

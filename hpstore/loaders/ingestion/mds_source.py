@@ -63,6 +63,7 @@ class MdsShards(IndexedSource):
     """
 
     kind = "mds"
+    by_files = True
     threads = 4
 
     def __init__(self, where: str | os.PathLike[str]) -> None:

@@ -33,6 +33,7 @@ class Arrays(IndexedSource):
         self, arrays: Mapping[str, Array], *, where: str = "arrays", files: Sequence[Path] = ()
     ) -> None:
         self.where, self._files = where, files
+        self.by_files = bool(files)
         self._arrays = {
             part: array
             for name, whole in arrays.items()

@@ -45,6 +45,7 @@ class Source(ABC):
     length: int | None = None
     total_bytes: int | None = None
     ignored: int = 0  # entries that are no records, such as files with other endings
+    by_files = False  # fingerprint() looks at facts of its files alone: asked again behind the last
 
     @property
     def metadata(self) -> dict[str, object]:

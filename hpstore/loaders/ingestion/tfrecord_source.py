@@ -34,6 +34,7 @@ from hpstore.units import MIB, format_bytes
 TFRECORD = (".tfrecord", ".tfrecords", ".tfrecord.gz", ".tfrecords.gz")
 LOOKED_AT = 1000
 _PIECE_BYTES = MIB
+_UNSET = ()  # a feature of no type: no values, of the type that it has in other examples
 
 
 class TfRecords(InferredFields):
@@ -44,6 +45,7 @@ class TfRecords(InferredFields):
     """
 
     kind = "tfrecord"
+    by_files = True
 
     def __init__(
         self, where: str | os.PathLike[str], *, storage: Mapping[str, object] | None = None
@@ -96,8 +98,10 @@ class TfRecords(InferredFields):
                 found[name] = list(feature.bytes_list.value)
             elif kind == "float_list":
                 found[name] = np.array(feature.float_list.value, np.float32)
-            else:  # nothing set: no values
+            elif kind == "int64_list":
                 found[name] = np.array(feature.int64_list.value, np.int64)
+            else:
+                found[name] = _UNSET
         return found
 
     def fingerprint(self) -> str:
@@ -131,6 +135,7 @@ class TfRecords(InferredFields):
 
 def example_fields(examples: Sequence[Mapping[str, Any]]) -> dict[str, Field]:
     """Fields of features. The one place where such a schema becomes fields. Raises ConfigError."""
+    examples = _typed(examples)
     single = {
         name for name in examples[0] if all(len(each.get(name, ())) == 1 for each in examples)
     }
@@ -148,6 +153,19 @@ def example_fields(examples: Sequence[Mapping[str, Any]]) -> dict[str, Field]:
     return infer_fields(samples)
 
 
+def _typed(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same, with what is not set as no values of the type in others, or of int64."""
+    empty: dict[str, Any] = {}
+    for name, value in ((n, v) for example in examples for n, v in example.items()):
+        if value is not _UNSET:
+            empty.setdefault(name, value[:0])
+    none = np.empty(0, np.int64)
+    return [
+        {n: empty.get(n, none) if v is _UNSET else v for n, v in example.items()}
+        for example in examples
+    ]
+
+
 def _value(name: str, found: Mapping[str, Any], made: Field) -> object:
     """A feature as the field has it. Raises ConfigError."""
     if name not in found:
@@ -157,6 +175,8 @@ def _value(name: str, found: Mapping[str, Any], made: Field) -> object:
         if len(value) != 1 or isinstance(value, list) is not (made.dtype in ("bytes", "str")):
             raise ConfigError(f"{name!r} has {len(value)} values, the field is one {made.dtype}")
         value = value[0]
+    elif value is _UNSET:
+        return np.empty((0, *made.inner_shape), made.storage)
     if made.dtype == "str":
         try:
             return value.decode()

@@ -98,6 +98,7 @@ class MegatronTokens(IndexedSource):
     several sequences."""
 
     kind = "tokens"
+    by_files = True
 
     def __init__(self, where: str, files: list[Path]) -> None:
         self.where, self._files = printable(where), files
@@ -167,6 +168,7 @@ class FlatTokens(IndexedSource):
     """
 
     kind = "tokens"
+    by_files = True
 
     def __init__(self, where: str, files: list[Path], *, dtype: str, record_tokens: int) -> None:
         self.where, self._files = printable(where), files

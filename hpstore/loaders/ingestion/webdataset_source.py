@@ -177,6 +177,7 @@ class TarShards(IndexedSource):
     """Samples of plain tars by number, in the order of the files."""
 
     kind = "webdataset"
+    by_files = True
     threads = 2
 
     def __init__(self, where: str, files: Sequence[Path], *, check: bool) -> None:
@@ -280,6 +281,7 @@ class TarStreams(BlockwiseSource):
     """Samples of tars of which some are compressed or remote; a block is a tar."""
 
     kind = "webdataset"
+    by_files = True
 
     def __init__(self, where: str, files: Sequence[SourceFile], *, check: bool) -> None:
         self.where = where
