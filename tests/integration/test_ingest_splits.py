@@ -157,6 +157,29 @@ def test_dataset_dicts_of_hugging_face(pool: Pool, tmp_path: Path) -> None:
         assert len(samples(pool, f"{name}/test")) == 4
 
 
+def test_a_stream_of_hugging_face_has_the_rows_that_a_loop_has(pool: Pool) -> None:
+    """Divided by shards, take(n) and skip(n) had others: n of the shards together."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `huggingface`)")
+    whole = datasets.Dataset.from_dict({"i": list(range(50))}).to_iterable_dataset(num_shards=3)
+    for number, (stream, blocks) in enumerate(
+        [
+            (whole.map(lambda row: {"i": 2 * row["i"]}).filter(lambda row: row["i"] % 3), 3),
+            (datasets.concatenate_datasets([whole, whole]), 6),
+            (whole.take(10), 1),
+            (whole.skip(10).select_columns(["i"]), 1),
+            (whole.shuffle(seed=1, buffer_size=7), 1),
+            (whole.batch(4), 1),
+            (datasets.interleave_datasets([whole, whole]), 1),
+        ]
+    ):
+        wanted = [row["i"] for row in stream]
+        report = ingest(pool, f"s{number}", stream, shuffle=False, fields=["i"])
+        assert report.samples == len(wanted)
+        got = [sample["i"].tolist() for sample in samples(pool, f"s{number}")]
+        assert got == wanted
+        assert open_source(stream).blocks == blocks  # type: ignore[union-attr]
+
+
 def test_a_hugging_face_dataset_goes_on(pool: Pool) -> None:
     """What select() left, from any row on; a null makes a field optional. One in a stream, whose
     rows are not looked at before, is a bad record."""

@@ -18,6 +18,17 @@ from hpstore.loaders.ingestion.sample_source import BlockwiseSource, digest_of
 from hpstore.units import div_ceil
 
 BLOCK_ROWS = 1000
+_SUMS = {
+    "ArrowExamplesIterable",
+    "ExamplesIterable",
+    "FilteredExamplesIterable",
+    "FormattedExamplesIterable",
+    "MappedExamplesIterable",
+    "RebatchedArrowExamplesIterable",
+    "SelectColumnsIterable",
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+}
+"""What streams consist of in `datasets` whose shards have the same rows."""
 
 
 class _Tables(ArrowRows):
@@ -73,7 +84,8 @@ class HuggingFaceRows(_Tables):
 
 
 class HuggingFaceStream(_Tables):
-    """A datasets.IterableDataset; a block is one of its shards. A resumed ingest skips rows."""
+    """A datasets.IterableDataset; a block is one of its shards, or all of it where shards by
+    themselves have other rows than the stream. A resumed ingest skips rows."""
 
     def __init__(self, dataset: Any) -> None:
         arrow = pyarrow_of("datasets of Hugging Face")
@@ -83,7 +95,8 @@ class HuggingFaceStream(_Tables):
             first = next(iter(dataset.with_format("arrow").iter(batch_size=BLOCK_ROWS)), None)
             schema = arrow.schema([]) if first is None else first.schema
         super().__init__(dataset, schema)
-        self.blocks = int(getattr(dataset, "num_shards", 0) or dataset.n_shards)
+        shards = int(getattr(dataset, "num_shards", 0) or dataset.n_shards)
+        self.blocks = shards if _is_sum_of_shards(dataset) else 1
 
     def fingerprint(self) -> str:
         """Over its origin, columns and shards: rows are not looked at, as that would draw them."""
@@ -106,6 +119,21 @@ class HuggingFaceStream(_Tables):
 
     def _name(self, block: int, number: int) -> str:
         return f"{self.where}: shard {block} row {number}"
+
+
+def _is_sum_of_shards(dataset: Any) -> bool:
+    """Whether the rows of a stream are those of its shards, one after another.
+
+    shard() divides take(n) and skip(n) among the shards, which gives other rows; so do mixtures,
+    and functions of batches where a batch ends with its shard. What is not known is not divided.
+    """
+    parts = [getattr(dataset, "_ex_iterable", None)]
+    for part in parts:  # which grows
+        if type(part).__name__ not in _SUMS or getattr(part, "batched", False):
+            return False
+        inner = getattr(part, "ex_iterable", None)
+        parts += [*getattr(part, "ex_iterables", ()), *([] if inner is None else [inner])]
+    return True
 
 
 def hugging_face(source: Any) -> BlockwiseSource:
