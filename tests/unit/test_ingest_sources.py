@@ -7,6 +7,7 @@ import io
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -210,6 +211,18 @@ def test_zarr_arrays_and_groups(tmp_path: Path) -> None:
     bad = [item for item in items_of(source) if item.problem]
     assert len(bad) == 1
     assert "[4:8]" in bad[0].name
+    whole = source.fingerprint()
+    (tmp_path / "g.zarr/x/c/0/0").write_bytes(b"damage")  # of the rows that a fingerprint looks at
+    assert source.fingerprint() != whole
+    assert [item.name[-5:] for item in items_of(source) if item.problem] == ["[0:4]", "[4:8]"]
+
+
+@pytest.mark.parametrize(("value", "names"), [((1, 2), ["a", "a"]), ({1: 1, "1": 2}, None)])
+def test_parts_of_one_name_are_a_bad_record(value: Any, names: list[str] | None) -> None:
+    """The last one had taken the place of the others."""
+    for source in ([value], lambda: iter([value])):
+        (item,) = items_of(open_source(source, names=names))
+        assert "two of its parts have one name" in item.problem
 
 
 def test_any_dataset_and_iterable() -> None:

@@ -100,12 +100,20 @@ class Iterables(BlockwiseSource):
 def as_sample(value: object, names: Sequence[str] | None) -> Sample:
     """A dict of what a dataset yields: tuples by `names` or their places. Raises ConfigError."""
     if isinstance(value, Mapping):
-        return {str(name): part for name, part in value.items()}
+        named = {str(name): part for name, part in value.items()}
+        return _whole(named, list(value))
     parts = value if isinstance(value, tuple | list) else (value,)
     given = names or getattr(value, "_fields", None) or [str(i) for i in range(len(parts))]
     if len(given) != len(parts):
         raise ConfigError(f"it has {len(parts)} parts, names are {list(given)}")
-    return dict(zip(given, parts, strict=True))
+    return _whole(dict(zip(given, parts, strict=True)), given)
+
+
+def _whole(sample: dict[str, object], given: Sequence[object]) -> Sample:
+    """The sample. Raises ConfigError where parts of one name took each other's place."""
+    if len(sample) < len(given):
+        raise ConfigError(f"two of its parts have one name: {list(given)[:20]}")
+    return sample
 
 
 def shape_of(sample: Sample) -> list[object]:

@@ -19,6 +19,7 @@ from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import MIB, div_ceil
 
 BLOCK_BYTES = 64 * MIB
+_ERRORS = (BaseZarrError, OSError, ValueError, RuntimeError)  # of what cannot be read
 
 
 class ZarrArrays(BlockwiseSource):
@@ -32,6 +33,7 @@ class ZarrArrays(BlockwiseSource):
     def __init__(self, where: str | os.PathLike[str] | zarr.Array[Any] | zarr.Group | Any) -> None:
         self.where = str(getattr(where, "store_path", where))
         self._path = Path(where) if isinstance(where, str | os.PathLike) else None
+        self.by_files = self._path is not None and self._path.is_dir()
         self._arrays = _arrays(where, self.where)
         lengths = {name: array.shape[0] for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
@@ -61,10 +63,13 @@ class ZarrArrays(BlockwiseSource):
         rows: list[object] = [self.kind]
         for name, a in sorted(self._arrays.items()):
             ends = hashlib.blake2b(digest_size=16)
-            for part in (a[:1], a[-1:]) if a.shape[0] else ():
-                ends.update(np.asarray(part).tobytes())
+            for end in (slice(1), slice(-1, None)) if a.shape[0] else ():
+                try:
+                    ends.update(np.asarray(a[end]).tobytes())
+                except _ERRORS as error:  # a bad record, once it is read
+                    ends.update(type(error).__name__.encode())
             rows.append([name, a.shape, str(a.dtype), a.chunks, ends.hexdigest()])
-        if self._path is not None and self._path.is_dir():
+        if self._path is not None and self.by_files:
             rows += sorted(
                 (str(file.relative_to(self._path)), (s := file.stat()).st_size, s.st_mtime_ns)
                 for file in self._path.rglob("*")
@@ -77,7 +82,7 @@ class ZarrArrays(BlockwiseSource):
         stop = min(first + self._rows, self.length or 0)
         try:
             parts = {name: np.asarray(a[first:stop]) for name, a in self._arrays.items()}
-        except (BaseZarrError, OSError, ValueError, RuntimeError) as error:
+        except _ERRORS as error:
             problem = f"it cannot be read: {error or type(error).__name__}"
             item = SourceItem(
                 name=f"{self.where}[{first}:{stop}]", origin=block << BLOCK_SHIFT, problem=problem
