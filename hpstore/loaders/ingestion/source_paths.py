@@ -93,7 +93,7 @@ def _matching(pattern: str) -> list[str]:
 
 
 def _found(pattern: str) -> Iterator[str]:
-    """As glob has it, but `**` goes round no loop of links. Raises IngestError."""
+    """As glob has it, but `**` follows no loop of links. Raises IngestError."""
     parts = pattern.split("/")
     if "**" not in parts:
         yield from glob.glob(pattern)

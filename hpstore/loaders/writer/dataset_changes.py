@@ -195,13 +195,7 @@ def add_field(
     if field in base.fields:
         raise ConfigError(f"data set {name!r} has a field {field!r}; nothing was changed")
     fields = check_fields({**base.fields, field: made})
-    if not callable(values):
-        _require_sized("values", values, "one for each sample, or a function")
-    if not callable(values) and len(values) != base.rows:
-        raise ConfigError(
-            f"{len(values)} values of field {field!r} for {base.rows} samples; nothing was changed"
-        )
-    give: Values = values if callable(values) else partial(_slice, values)
+    give: Values = values if callable(values) else _given_values(field, values, base.rows)
     with _Writers(pool, name, base) as writers:
         if made.kind is FieldKind.SCALAR:
             parts = _beside(writers, base, field, made, give)
@@ -209,6 +203,16 @@ def add_field(
             with StoredData(pool, name, base) as data:
                 parts = _rewritten(data, field, made, give, writers)
         return writers.publish(fields, parts, version, whole=True)
+
+
+def _given_values(field: str, values: Sequence[object] | Array, rows: int) -> Values:
+    """As a function, the values of all samples. Raises ConfigError."""
+    _require_sized("values", values, "one for each sample, or a function")
+    if len(values) != rows:
+        raise ConfigError(
+            f"{len(values)} values of field {field!r} for {rows} samples; nothing was changed"
+        )
+    return partial(_slice, values)
 
 
 def _slice(values: Sequence[object] | Array, rows: range) -> object:
