@@ -172,6 +172,7 @@ def test_a_sample_that_is_no_dict_is_refused(pool: Pool) -> None:
     [
         ({"format": "x"}, "format 'x'"),
         ({"names": "ab"}, "names are 'ab'"),
+        ({"fields": "data"}, "fields are 'data': give a list of names"),
         ({"names": [5]}, "names are"),
         ({"workers": "x"}, "workers is 'x'"),
         ({"workers": 0}, "workers is 0"),
@@ -186,6 +187,12 @@ def test_wrong_arguments_of_ingest_are_refused(
     with pytest.raises(ConfigError, match=said):
         ingest(pool, "read", np.arange(9), **options)
     assert unfinished_ingests(pool) == {}
+
+
+def test_fields_of_a_dataset_are_a_list(pool: Pool) -> None:
+    """The letters of a text were names: "i" was a field, "label" none."""
+    with pytest.raises(ConfigError, match="fields are 'label': give a list of names"):
+        Dataset(pool, "there", fields="label")
 
 
 @pytest.mark.parametrize(

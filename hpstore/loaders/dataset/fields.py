@@ -281,6 +281,12 @@ def check_fields(fields: Mapping[str, Field]) -> dict[str, Field]:
     return dict(fields)
 
 
+def require_no_text(fields: object) -> None:
+    """Raise ConfigError for one name where a list is wanted: its letters would be the names."""
+    if isinstance(fields, str):
+        raise ConfigError(f"fields are {fields!r}: give a list of names, such as [{fields!r}]")
+
+
 def mask_name(name: str) -> str:
     """The field of bools, True where there is a value, that goes with an optional field."""
     return f"{name}_mask"

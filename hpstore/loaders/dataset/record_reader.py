@@ -19,7 +19,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     pages_key,
     shard_key,
 )
-from hpstore.loaders.dataset.fields import Array, Field, FieldKind, stored_fields
+from hpstore.loaders.dataset.fields import Array, Field, FieldKind, require_no_text, stored_fields
 from hpstore.loaders.dataset.index_objects import IndexObjects
 from hpstore.loaders.dataset.index_tables import (
     PAGE_MAGIC,
@@ -88,6 +88,7 @@ class StoredData(Closing):
     ) -> None:
         self.pool, self.name, self.manifest = pool, name, manifest
         self._index = IndexObjects(pool, name, manifest)
+        require_no_text(wanted)
         unknown = [field for field in wanted or () if field not in manifest.fields]
         if unknown:
             raise ConfigError(

@@ -25,7 +25,7 @@ from hpstore.errors import (
 )
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest
 from hpstore.loaders.dataset.dataset_versions import read_manifest
-from hpstore.loaders.dataset.fields import Field, check_fields
+from hpstore.loaders.dataset.fields import Field, check_fields, require_no_text
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, fitted_columns, infer_fields
@@ -113,6 +113,7 @@ def ingest(
     ConfigError, IngestError, VersionConflict, ObjectNotFound
         A wrong argument, a bad record or another source; as of DatasetWriter.
     """
+    require_no_text(fields)
     asked = _begun(on_error, max_skipped) | {"window_bytes": window_bytes, "workers": workers}
     asked |= _place(pool, name, append=append, overwrite=overwrite, version=version)
     how = {"names": names, "check_images": check_images, "source_options": source_options}
