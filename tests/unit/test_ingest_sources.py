@@ -104,6 +104,21 @@ def test_a_cut_tar_is_named_and_what_is_whole_is_read(
         assert all(sample in wanted or len(sample) < 3 for sample in good), size
 
 
+@pytest.mark.parametrize(("ending", "mode"), [(".tar", "w"), (".tar.gz", "w:gz")])
+def test_a_tar_behind_another_one_is_named(tmp_path: Path, ending: str, mode: str) -> None:
+    """Joined by cat; the second one was left out silently. Zeros are no fault."""
+    path, whole = tmp_path / f"s{ending}", tmp_path / "whole"
+    write_tar(whole, shard(0, 3), mode)
+    for behind, wanted in [(b"\0" * 99_999, 3), (whole.read_bytes(), 4)]:
+        packed = behind if ending == ".tar" or wanted == 4 else gzip.compress(behind)
+        path.write_bytes(whole.read_bytes() + packed)
+        items = items_of(open_source(path))
+        assert len(items) == wanted
+        assert not any(item.problem for item in items[:2] if wanted == 4)
+        assert not any(item.problem for item in items if wanted == 3)
+    assert "more lies behind its end mark" in items[-1].problem
+
+
 @pytest.mark.parametrize("ending", [".tar", ".tar.gz"])
 def test_a_damaged_tar_header_is_named(tmp_path: Path, ending: str) -> None:
     """tarfile takes a damaged header in the middle for the end; we do not."""

@@ -18,6 +18,7 @@ BLOCK_BYTES = 512
 MOST_EXTENSION_BYTES = MIB  # of the headers in front of a file: its long name, its pax records
 MOST_TAR_BYTES = 1 << 62
 _PIECE_BYTES = MIB
+_RECORD_BYTES = MIB  # behind the end mark: tar fills 10 KiB by default
 _PAX, _GLOBAL, _LONG_NAME, _LONG_LINK = b"xX", b"g", b"L", b"K"
 _FILES = b"0\x007"  # types of ordinary files; a NUL is the oldest one
 _WITHOUT_DATA = b"123456"  # links, devices, folders, FIFOs: their size counts no bytes that follow
@@ -106,7 +107,7 @@ class TarHeaders:
             block = self.read(at, BLOCK_BYTES)
             raw = _parsed(block) if len(block) == BLOCK_BYTES else None
             if raw is None:
-                self.problem = _end_problem(block, at)
+                self.problem = _end_problem(block, at) or self._behind(at + BLOCK_BYTES)
                 if self.problem and (at == 0 or at != first):
                     raise TarDamaged(self.problem)
                 return None, at, pax, long_name
@@ -126,6 +127,15 @@ class TarHeaders:
                 self._global.update(_pax_records(body))
             elif raw.kind in _PAX:
                 pax.update(_pax_records(body))
+
+    def _behind(self, at: int) -> str:
+        """What is wrong where something lies behind the end mark: zeros fill the last record."""
+        if not any(self.read(at, _RECORD_BYTES)):
+            return ""
+        return (
+            f"more lies behind its end mark, byte {at}, as where tars were joined by cat, and is "
+            "not read: join them by tar --concatenate"
+        )
 
     def read(self, at: int, nbytes: int) -> bytes:
         """Bytes of the archive, fewer at its end; `at` not before what was read last."""
