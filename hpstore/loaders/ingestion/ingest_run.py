@@ -113,7 +113,6 @@ def ingest(
     ConfigError, IngestError, VersionConflict, ObjectNotFound
         A wrong argument, a bad record or another source; as of DatasetWriter.
     """
-    require_no_text(fields)
     asked = _begun(on_error, max_skipped) | {"window_bytes": window_bytes, "workers": workers}
     asked |= _place(pool, name, append=append, overwrite=overwrite, version=version)
     how = {"names": names, "check_images": check_images, "source_options": source_options}
@@ -204,6 +203,7 @@ class _Run:
 
     def report(self, fields: Fields | None, *, resume: bool) -> IngestReport:
         """Write and publish."""
+        require_no_text(fields)
         manifest, done, resumed = self._go(fields, resume=resume)
         return IngestReport(
             name=self.name,
