@@ -23,6 +23,7 @@ from hpstore.loaders import (
     written_parts,
 )
 from hpstore.loaders.dataset import publish_dataset, remove_dataset
+from hpstore.loaders.dataset.stored_manifests import published_manifest
 from hpstore.pool.pool import Pool
 from hpstore.testing.memory_pool import Harness
 from hpstore.units import KIB
@@ -95,7 +96,7 @@ def test_a_deletion_and_a_writer_see_each_other(
 ) -> None:
     """PROTOCOL 25: the manifest is put while the deletion is between the manifest and the objects,
     or (`late`) behind its last look. Either takes it away again."""
-    put, look = publish_dataset._require_whole, remove_dataset.published_manifest
+    put, look = publish_dataset._require_whole, published_manifest
     writer = DatasetWriter(pool, "a", FIELDS, **SMALL)
     for number in range(COUNT):
         writer.write(sample(number))

@@ -10,6 +10,7 @@ import pytest
 
 from hpstore.errors import ConfigError, IngestError, VersionConflict
 from hpstore.loaders import Dataset, ingest, ingest_splits, list_datasets, open_source
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource
 from hpstore.loaders.ingestion.source_paths import local_files
 from hpstore.loaders.ingestion.source_splits import splits_of
 from hpstore.pool.pool import Pool
@@ -177,7 +178,9 @@ def test_a_stream_of_hugging_face_has_the_rows_that_a_loop_has(pool: Pool) -> No
         assert report.samples == len(wanted)
         got = [sample["i"].tolist() for sample in samples(pool, f"s{number}")]
         assert got == wanted
-        assert open_source(stream).blocks == blocks  # type: ignore[union-attr]
+        source = open_source(stream)
+        assert isinstance(source, BlockwiseSource)
+        assert source.blocks == blocks
 
 
 def test_a_hugging_face_dataset_goes_on(pool: Pool) -> None:

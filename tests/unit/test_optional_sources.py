@@ -202,7 +202,8 @@ def test_features_of_examples(tmp_path: Path) -> None:
         {"f": [0.5, 1.5], "i": 1, "t": b"x"},
         {"f": [2.5], "i": 2, "t": b"\xff"},
     ]
-    for features in ([{"f": []}, {"f": [0.5]}], [{"f": [0.5, 1.0]}, {"f": []}]):
+    none: dict[str, Any] = {"f": []}
+    for features in ([none, {"f": [0.5]}], [{"f": [0.5, 1.0]}, none]):
         unset = open_source(write(*features))
         assert unset.fields == {"f": Field("float32", (None,))}
         found = [plain(item.sample) for item in items_of(unset)]
