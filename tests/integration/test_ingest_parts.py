@@ -32,6 +32,7 @@ from hpstore.loaders import (
     verify_dataset,
     written_parts,
 )
+from hpstore.loaders.ingestion import write_part as write_part_module
 from hpstore.loaders.ingestion.ingest_parts import Outcome
 from hpstore.loaders.ingestion.ray_parts import RayParts, part_task
 from hpstore.loaders.ingestion.write_part import PartJob, write_part
@@ -259,6 +260,24 @@ def test_a_file_that_is_gone_ends_its_part(pool: Pool, tmp_path: Path) -> None:
     assert list(written_parts(pool, "train")) == [(0, 3)]
 
 
+def test_a_file_that_changes_while_it_is_read_ends_its_part(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples may be of both."""
+    files = tables(tmp_path / "in", 2)
+    copied = write_part_module._copy
+
+    def changed(source: Any, job: PartJob, writer: Any) -> None:
+        copied(source, job, writer)
+        if job.part[0] == 1:
+            tables(tmp_path / "in", 2, rows=31)
+
+    monkeypatch.setattr(write_part_module, "_copy", changed)
+    with pytest.raises(IngestError, match=r"001.parquet was changed while it was read"):
+        ingest_parts(pool, "train", files)
+    assert list(written_parts(pool, "train")) == [(0, 2)]
+
+
 def test_given_fields_are_taken_of_every_file(pool: Pool, tmp_path: Path) -> None:
     """By name, or with types where files hold None."""
     files = tables(tmp_path / "in", 2)
@@ -309,6 +328,7 @@ def test_arguments_that_cannot_be_are_said_before_anything(pool: Pool, tmp_path:
         ({"sources": [3]}, "sources is a list"),
         ({"sources": str(tmp_path / "*.npy")}, "format|no file"),
         ({"sources": files, "fields": ["z"]}, "has no 'z'"),
+        ({"sources": files, "fields": "x"}, "list"),
     ):
         with pytest.raises(ConfigError, match=said):
             ingest_parts(pool, "train", **wrong)

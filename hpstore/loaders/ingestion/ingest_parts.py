@@ -18,7 +18,7 @@ from typing import Any
 from hpstore.errors import ConfigError, HpstoreError, IngestError
 from hpstore.format.checksum import digest128
 from hpstore.loaders.dataset.dataset_manifest import check_new_name, part_key
-from hpstore.loaders.dataset.fields import Field, check_fields
+from hpstore.loaders.dataset.fields import Field, check_fields, require_no_text
 from hpstore.loaders.dataset.publish_dataset import DatasetInfo, publish_parts
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.remove_dataset import delete_if_there
@@ -206,6 +206,7 @@ def _with_fields(
     table: ArrowTables | None,
 ) -> list[PartJob]:
     """Those of the table, else of the first source, where they are not given with their types."""
+    require_no_text(asked)
     typed, whole = isinstance(asked, Mapping), asked is None
     if isinstance(asked, Mapping):
         taken = check_fields(asked)

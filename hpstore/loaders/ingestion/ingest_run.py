@@ -269,26 +269,11 @@ class _Run:
         with contextlib.closing(ahead), PartsWriter(target, start, journal) as parts:
             try:
                 self._copy(ahead, parts, chosen, records)
-                self._require_unchanged(start)
+                require_unchanged(self.source, start.source)
                 manifest = parts.publish()
             except (DeviceError, RedundancyError, LockTimeout, BudgetExceeded) as error:
                 raise self._stopped(error, parts.progressed.rows) from error
         return manifest, parts.progressed, start.rows
-
-    def _require_unchanged(self, start: Progressed) -> None:
-        """Raise IngestError where files were changed while they were read."""
-        if not self.source.by_files:
-            return
-        try:
-            now = self.source.fingerprint()
-        except OSError as error:
-            now = str(error)
-        if now != start.source:
-            raise IngestError(
-                f"{self.source.where} was changed while it was read (fingerprint {start.source}, "
-                f"now {now}): samples may be of both. Nothing of them is visible; resume=False "
-                "(--restart) reads it again"
-            )
 
     def _stopped(self, error: HpstoreError, rows: int) -> HpstoreError:
         """What devices have ended, saying what stands. The put of the manifest may have counted."""
@@ -466,6 +451,23 @@ class _Run:
             f"{self.source.where}: bad record {name}: {problem}. Nothing is visible; {rows} "
             'samples are kept and the same call goes on from there. on_error="skip" (--on-error '
             "skip) leaves bad records out"
+        )
+
+
+def require_unchanged(source: Source, before: str) -> None:
+    """Raise IngestError where files were changed while they were read. `before`: the fingerprint
+    that the source had."""
+    if not source.by_files:
+        return
+    try:
+        now = source.fingerprint()
+    except OSError as error:
+        now = str(error)
+    if now != before:
+        raise IngestError(
+            f"{source.where} was changed while it was read (fingerprint {before}, now {now}): "
+            "samples may be of both. Nothing of them is visible; resume=False (--restart) reads it "
+            "again"
         )
 
 

@@ -18,7 +18,7 @@ from hpstore.loaders.dataset.dataset_manifest import DatasetManifest, part_key
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.stored_manifests import published_manifest
 from hpstore.loaders.ingestion.infer_fields import fitted, fitted_columns
-from hpstore.loaders.ingestion.ingest_run import records_of
+from hpstore.loaders.ingestion.ingest_run import records_of, require_unchanged
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.write_order import IngestPosition, PlacedRows
@@ -64,7 +64,8 @@ def write_part(pool: Pool, job: PartJob) -> PartReport:
     place; what the sources and the writer raise. Then nothing is changed.
     """
     opened = [_opened(path, job) for path in job.sources]
-    facts = _facts(job, opened)
+    prints = [source.fingerprint() for source in opened]
+    facts = _facts(job, opened, prints)
     there = _part_there(pool, job, facts)
     if there is not None:
         return there
@@ -72,8 +73,9 @@ def write_part(pool: Pool, job: PartJob) -> PartReport:
         with DatasetWriter(
             pool, job.name, job.fields, part=job.part, overwrite=True, metadata=facts, **job.laid
         ) as writer:
-            for source in opened:
+            for source, before in zip(opened, prints, strict=True):
                 _copy(source, job, writer)
+                require_unchanged(source, before)
     except VersionConflict:  # another worker was given the same part, and was faster
         there = _part_there(pool, job, facts)
         if there is None:
@@ -120,7 +122,7 @@ def _shown(field: Field | None) -> str:
     return "not there" if field is None else str(field.to_json())
 
 
-def _facts(job: PartJob, opened: Sequence[Source]) -> dict[str, object]:
+def _facts(job: PartJob, opened: Sequence[Source], prints: list[str]) -> dict[str, object]:
     """Metadata of the part: what its sources have in common, and which they are."""
     common = dict(opened[0].metadata)
     for source in opened[1:]:
@@ -130,7 +132,7 @@ def _facts(job: PartJob, opened: Sequence[Source]) -> dict[str, object]:
                 f"{opened[0].where}. Nothing of this part is visible"
             )
     facts = {
-        "sources": [source.fingerprint() for source in opened],
+        "sources": prints,
         "fields": [[name, *made.to_json()] for name, made in job.fields.items()],
         "laid": dict(job.laid),
     }
