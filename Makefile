@@ -55,7 +55,7 @@ test-kernels: $(READY)
 
 # schedules of several processes with faults (docs/protocol.md), until stopped or SEEDS are done
 simulate: $(READY)
-	$(BIN)/python -m hpstore.testing.simulation $(if $(SEEDS),--seeds $(SEEDS))
+	$(BIN)/python -m hpstore.testing.simulation $(if $(SEEDS),--seeds $(SEEDS)) $(if $(HOSTS),--hosts)
 
 bench: $(READY)
 	$(BIN)/hpstore bench devices erasure

@@ -11,10 +11,12 @@ from hpstore.devices.base import Device
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound, VersionConflict
 from hpstore.pool.pool import Pool
+from hpstore.testing.simulation.host_claims import HostClaims
 from hpstore.testing.simulation.machinery import SimulatedDevice
 from hpstore.testing.simulation.oracle import ABSENT, OPEN, KeyHistory, Write
 from hpstore.testing.simulation.run_history import RunHistory
 from hpstore.testing.simulation.schedule import Setup, Turn
+from hpstore.testing.simulation.simulated_registers import RegisterStore
 from hpstore.testing.simulation.snapshots import Snapshot
 from hpstore.testing.simulation.witness import newest_readable, not_durable, unreadable, weight
 from hpstore.testing.simulation.world import Endless, Process, World
@@ -72,6 +74,8 @@ class ActionScene:
         self.snapshots: dict[str, Snapshot] = {}
         self.stale: set[str] = set()  # devices that went back to one
         self.spoiled: set[str] = set()  # keys of which nothing but their bytes is promised
+        self.registers = RegisterStore(world)
+        self.claims = HostClaims()
 
     def spoil(self, swept: bool) -> None:
         """A device went back to a snapshot. Where a sweep came in between (`swept`), tombstones are
@@ -112,8 +116,9 @@ class ActionScene:
                 self.unended.remove((process, write))
 
     def away(self) -> set[str]:
-        """Devices that do not answer now."""
-        return {url for url, device in self.world.devices.items() if device.missing}
+        """Devices that do not answer now, or not every process."""
+        missing = {url for url, device in self.world.devices.items() if device.missing}
+        return missing | self.world.network.troubled(self.world.devices)
 
     def may_lose(self, url: str) -> bool:
         """Whether what a device holds may be lost for good; it is then counted as lost.
@@ -167,6 +172,7 @@ class Client:
         self.scene, self.process, self.place, self._train = scene, process, place, train
         self.pool: Pool | None = None
         self.checkpointer: object = None  # of that pool
+        self.agent: object = None  # of that pool
         self.seen: dict[str, tuple[str, int]] = {}  # key -> version and value, as it last knew
 
     def run(self, turn: Turn) -> None:
@@ -175,9 +181,13 @@ class Client:
         began = scene.event()
         try:
             if self.pool is None:
-                self.checkpointer = None
+                self.checkpointer = self.agent = None
+                newest = scene.claims.newest
                 self.pool = self._open(turn)
+                scene.claims.opened(scene, self.pool.admin.record, newest)
             ACTIONS.get(turn.action, self._train)(self, turn)
+            if turn.action in CHANGES:
+                scene.claims.changed(scene, self.pool.admin.record)
             scene.world.note(f"{self.process.name} has done {turn.action} {turn.key}")
         except SimulatedCrash:
             scene.world.note(f"{self.process.name} died in {turn.action}")
@@ -193,6 +203,8 @@ class Client:
             scene.find("unexpected error", f"{turn.action}: {type(error).__name__}: {error}")
         finally:
             self._write_ended(began)
+            if self.pool is not None:
+                scene.claims.saw(scene, self.process, self.pool.admin.record)
 
     def _write_ended(self, began: int) -> None:
         """The write of this turn, if any, has ended, but for calls that hang."""
@@ -418,7 +430,8 @@ class Client:
 
     def add(self, turn: Turn) -> None:
         """Add a device."""
-        self.open_pool.add_device(self._url(turn))
+        url, network = self._url(turn), self.scene.world.network
+        self.open_pool.add_device(url, f"host-{network.host_of(url)}" if network.count else None)
 
     def readmit(self, turn: Turn) -> None:
         """Take a device back."""
@@ -457,6 +470,7 @@ class Client:
         self.open_pool.admin.refresh()
 
 
+CHANGES = frozenset({"evict", "begin_drain", "add", "readmit", "evict_host", "reset_registers"})
 ACTIONS: dict[str, Callable[[Client, Turn], None]] = {
     name: getattr(Client, name)
     for name in (

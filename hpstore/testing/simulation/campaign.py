@@ -17,6 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from hpstore.testing.simulation.draw import draw
+from hpstore.testing.simulation.host_draw import draw_hosts
 from hpstore.testing.simulation.machinery import installed
 from hpstore.testing.simulation.mutations import MUTATIONS, mutated
 from hpstore.testing.simulation.schedule import Schedule
@@ -45,7 +46,14 @@ class CampaignResult:
         self.pairs += other.pairs
 
 
-def run_batch(first: int, last: int, mutation: str, processes: int) -> CampaignResult:
+def drawn(seed: int, processes: int, *, hosts: bool) -> Schedule:
+    """The schedule of a seed. `hosts`: over several, of which the seed says how many."""
+    return draw_hosts(seed) if hosts else draw(seed, processes)
+
+
+def run_batch(
+    first: int, last: int, mutation: str, processes: int, hosts: bool = False
+) -> CampaignResult:
     """Run seeds [first, last). In a worker."""
     found = CampaignResult()
     with installed(), mutated(mutation):
@@ -54,14 +62,17 @@ def run_batch(first: int, last: int, mutation: str, processes: int) -> CampaignR
         for seed in range(first, last):
             if seed % COLLECT == 0:
                 gc.collect()  # worlds are few objects in cycles, and megabytes each
-            outcome = run(draw(seed, processes))
+            outcome = run(drawn(seed, processes, hosts=hosts))
             found.seeds += 1
             found.steps += outcome.steps
             found.pairs += outcome.pairs
             found.findings += [(seed, f.kind, f.text) for f in outcome.findings[:1]]
     if mutation:  # what is found without it, too, says nothing of it
         with installed():
-            found.findings = [f for f in found.findings if not run(draw(f[0], processes)).findings]
+            new = [
+                f for f in found.findings if not run(drawn(f[0], processes, hosts=hosts)).findings
+            ]
+            found.findings = new
     return found
 
 
@@ -80,7 +91,7 @@ def search(options: argparse.Namespace) -> CampaignResult:
                     more = batch is not None and not late
                     more &= not (options.first and total.findings)
                     if more and batch is not None:
-                        args = (*batch, options.mutation, options.processes)
+                        args = (*batch, options.mutation, options.processes, options.hosts)
                         running.add(workers.submit(run_batch, *args))
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -136,7 +147,7 @@ def _explain(options: argparse.Namespace, found: CampaignResult) -> None:
         _say(f"seed {seed}: {kind}: {text[:300]}")
     with installed(), mutated(options.mutation):
         for seed, _, _ in sorted(found.findings)[: SHRUNK if options.shrink else 0]:
-            outcome = small(run(draw(seed, options.processes)))
+            outcome = small(run(drawn(seed, options.processes, hosts=options.hosts)))
             _say(f"\n{outcome.schedule}")
             _say("\n".join(f"  {finding}" for finding in outcome.findings))
             if options.keep:
@@ -173,6 +184,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="one seed, with its trace")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop after so many")
     parser.add_argument("--processes", type=int, default=0, help="of a simulation; 0: drawn")
+    parser.add_argument("--hosts", action="store_true", help="over several hosts, with agents")
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
     parser.add_argument("--keep", type=Path, help="write minimal schedules here")
@@ -190,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
         return max([replay(path, options) for path in options.replay])
     if options.seed is not None:
         with installed(), mutated(options.mutation):
-            outcome = run(draw(options.seed, options.processes))
+            outcome = run(drawn(options.seed, options.processes, hosts=options.hosts))
             outcome = small(outcome) if outcome.findings and options.shrink else outcome
         _say(f"{outcome.schedule}\n\n" + "\n".join(outcome.trace))
         _say("\n".join(map(str, outcome.findings)) or "no finding")

@@ -138,7 +138,9 @@ def save(client: Client, turn: Turn) -> None:
     process = client.process
     process.later.clear()
     try:
-        handle = checkpointer_of(client).save(step, state_of(made.value, scene.run_bytes))
+        maker = checkpointer_of(client)
+        made.session = maker.saver.session
+        handle = maker.save(step, state_of(made.value, scene.run_bytes))
         for thread in process.later:
             thread.args[2].add_done_callback(lambda f: _committed(scene, made, f))
             thread.target(*thread.args)

@@ -6,6 +6,7 @@ scrub runs, and all must read the same.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from functools import partial
@@ -54,6 +55,12 @@ def _heal_and_look(scene: ActionScene, world: World, schedule: Schedule) -> None
     except EXPECTED as error:
         scene.find("does not open", f"at the end: {type(error).__name__}: {error}")
         return
+    if scene.registers.losses:
+        with contextlib.suppress(MembershipError):  # they were made again
+            pool.admin.reset_registers()
+    if pool.admin.record.generation < scene.claims.newest:
+        text = f"generation {pool.admin.record.generation} at the end, was {scene.claims.newest}"
+        scene.find("older membership", text)
     _replace_dead(scene, world, pool)
     whole = _rebuild(scene, pool)
     if scene.findings:

@@ -12,7 +12,7 @@ import secrets
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future
 from contextlib import contextmanager
 from functools import partial
@@ -20,10 +20,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
+from hpstore.codec.galois import Bytes
 from hpstore.config import Settings
 from hpstore.devices.base import Device, Hold, ReadHandle, WriteHandle
+from hpstore.devices.horizon_guard import HorizonGuard
 from hpstore.devices.wrappers import DeviceWrapper, WrappedHold, WrappedReader, WrappedWriter
-from hpstore.errors import DeviceTimeout
+from hpstore.errors import DeviceError, DeviceTimeout
 from hpstore.objects.write import stripe_writer
 from hpstore.pool import session
 from hpstore.runtime.deadline_wait import Patience
@@ -246,7 +248,7 @@ class SimulatedDevice(DeviceWrapper):
     def create(self, size_bytes: int, *, vital: bool = False) -> WriteHandle:
         def make() -> WriteHandle:
             made = self.inner.create(size_bytes, vital=vital)
-            self.process.handles.append(partial(_unlock, made))
+            self.at_death(partial(_unlock, made))
             return made
 
         return SimulatedWriter(self, self.around("create", size_bytes, make))
@@ -254,18 +256,44 @@ class SimulatedDevice(DeviceWrapper):
     def open(self, path: str) -> ReadHandle:
         def make() -> ReadHandle:
             made = self.inner.open(path)
-            self.process.handles.append(made.close)
+            self.at_death(made.close)
             return made
 
-        return WrappedReader(self, self.around("open", 0, make))
+        return SimulatedReader(self, self.around("open", 0, make))
 
     def hold(self, offset: int, nbytes: int) -> Hold:
         def make() -> Hold:
             made = self.inner.hold(offset, nbytes)
-            self.process.handles.append(made.release)
+            self.at_death(made.release)
             return made
 
-        return WrappedHold(self, self.around("lock", 0, make))
+        return SimulatedHold(self, self.around("lock", 0, make))
+
+    def at_death(self, let_go: Callable[[], None]) -> None:
+        """What the death of the process lets go, once its device's host hears of it."""
+        self.process.handles.append(partial(self.give_up, let_go))
+
+    def give_up(self, let_go: Callable[[], None]) -> None:
+        """Let something go there, now or when the host hears of it."""
+        self.process.world.network.give_up(self.process, self.url, let_go)
+
+
+class _OnHost:
+    """Something open on a device, which ends when the device's host falls."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._network, self._url = device.process.world.network, device.url
+        self._boot = self._network.boot(device.url)
+
+    @property
+    def gone(self) -> bool:
+        """Whether the host has fallen since."""
+        return self._network.boot(self._url) != self._boot
+
+    def require(self) -> None:
+        """Raise DeviceError where it is gone."""
+        if self.gone:
+            raise DeviceError(f"device {self._url}: its host was started again", device=self._url)
 
 
 class SimulatedWriter(WrappedWriter):
@@ -273,11 +301,58 @@ class SimulatedWriter(WrappedWriter):
 
     def __init__(self, device: SimulatedDevice, inner: WriteHandle) -> None:
         super().__init__(device, inner)
-        self._process = device.process
+        self._on, self._there = device, _OnHost(device)
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        self._there.require()
+        super().write(offset, buffers)
+
+    def sync(self) -> None:
+        self._there.require()
+        super().sync()
+
+    def publish(self, path: str, guard: HorizonGuard | None = None) -> None:
+        self._there.require()
+        super().publish(path, guard)
 
     def abort(self) -> None:
-        if not self._process.dead:
-            super().abort()
+        if not self._on.process.dead and not self._there.gone:
+            self._on.give_up(self.inner.abort)
+
+
+class SimulatedReader(WrappedReader):
+    """A file that a process reads."""
+
+    def __init__(self, device: SimulatedDevice, inner: ReadHandle) -> None:
+        super().__init__(device, inner)
+        self._there = _OnHost(device)
+
+    def read_into(self, offset: int, target: Bytes) -> None:
+        self._there.require()
+        super().read_into(offset, target)
+
+
+class SimulatedHold(WrappedHold):
+    """A range of registers that a process holds, as far as it knows."""
+
+    def __init__(self, device: SimulatedDevice, inner: Hold) -> None:
+        super().__init__(device, inner)
+        self._on, self._has = device, inner.taken
+
+    @property
+    def taken(self) -> bool:
+        return self._has
+
+    def finish(self, offset: int, data: bytes) -> None:
+        try:
+            self.write(offset, data)
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        if self._has:
+            self._has = False
+            self._on.give_up(self.inner.release)
 
 
 def _unlock(made: WriteHandle) -> None:
@@ -383,9 +458,9 @@ def installed(*, checkpoints: bool = True) -> Iterator[None]:
         before.append((module, name, getattr(module, name)))
         setattr(module, name, new)
 
-    more: list[tuple[Any, str, object]] = []
+    more = import_module("hpstore.testing.simulation.simulated_agents").exchanged()
     if checkpoints:
-        more = import_module("hpstore.testing.simulation.checkpoint_turns").exchanged()
+        more += import_module("hpstore.testing.simulation.checkpoint_turns").exchanged()
     ours = {id(old): new for old, new in _NAMES}
     for module_name, module in list(sys.modules.items()):
         if not module_name.startswith("hpstore.") or ".testing" in module_name:

@@ -26,6 +26,7 @@ from hpstore.objects.write.column_writer import ColumnSet, ColumnWriter
 from hpstore.pool import pool
 from hpstore.testing.simulation import machinery
 from hpstore.testing.simulation.checkpoint_mutations import CHECKPOINT_MUTATIONS, Exchange
+from hpstore.testing.simulation.host_mutations import HOST_MUTATIONS
 
 Mutation = Callable[[Exchange], None]
 
@@ -212,6 +213,7 @@ MUTATIONS: dict[str, Mutation] = {
     "scrubs-names-only": _repairs_names_only,
     "believes-names": _believes_names,
     **CHECKPOINT_MUTATIONS,
+    **HOST_MUTATIONS,
 }
 
 

@@ -11,8 +11,9 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from hpstore.testing.simulation.schedule import ENVIRONMENT, NEVER, Fault, Setup, Turn
+from hpstore.testing.simulation.schedule import ENVIRONMENT, HOST_FAULTS, NEVER, Fault, Setup, Turn
 
+_UNTIL = HOST_FAULTS | {"pause", "hang"}
 _HOURS = (0.0, 0.0, 700.0, 7200.0, 7200.0)
 
 
@@ -33,6 +34,7 @@ class Plot:
         key: str = "",
         device: int | None = None,
         seconds: float = 0.0,
+        way: str = "",
     ) -> None:
         """One more turn."""
         size = self.chance.choice(self.sizes) if action.startswith("put") else 0
@@ -48,6 +50,7 @@ class Plot:
                 size=size,
                 device=device,
                 seconds=seconds,
+                way=way,
                 order=order,
                 faults=faults,
             )
@@ -94,7 +97,7 @@ class Plot:
         """What the turn at that place pauses goes on now."""
         turn, now = self.turns[at], len(self.turns)
         faults = tuple(
-            replace(f, until=now) if f.kind in ("pause", "hang") and f.until < NEVER else f
+            replace(f, until=now) if f.kind in _UNTIL and f.until < NEVER else f
             for f in turn.faults
         )
         self.turns[at] = replace(turn, faults=faults)

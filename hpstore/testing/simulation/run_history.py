@@ -4,6 +4,7 @@
 - A step that is committed is never saved again, and a save that is "not committed" never shows.
 - While no more is lost than the newest committed step tolerates, a restore gives it, or a later
   one; it never goes back in time beside saves and retention of others (PROTOCOL 19).
+- A session that another one has succeeded commits nothing (PROTOCOL 18).
 - Retention keeps the last `keep_last` steps, whatever becomes of a save in between.
 """
 
@@ -27,6 +28,7 @@ class Save:
     refused: bool = False  # its error said that it is not committed
     tolerates: int = 0  # losses, as it was acknowledged with
     who: str = ""
+    session: str = ""  # of the Checkpointer that saves
 
     def __str__(self) -> str:
         state = (
@@ -62,6 +64,19 @@ class RunHistory:
         for other in self.saves:
             if other is not save and other.step == save.step and other.acknowledged < OPEN:
                 return f"{save} and {other}"
+        return self._fence_problem(save)
+
+    def _fence_problem(self, save: Save) -> str:
+        """What is wrong with a save that was committed by a session which had lost the run when it
+        was called; "" where nothing is. A session takes the run in its first save."""
+        of_session = [other for other in self.saves if other.session == save.session]
+        taken = min(other.acknowledged for other in of_session)
+        for other in self.saves:
+            if other.session == save.session or other.acknowledged > save.called:
+                continue
+            began = min(x.called for x in self.saves if x.session == other.session)
+            if taken < began:
+                return f"{save} in session {save.session}, after {other} in {other.session}"
         return ""
 
     def bytes_problem(self, step: int, value: int) -> str:

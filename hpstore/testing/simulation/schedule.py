@@ -12,13 +12,16 @@ from dataclasses import asdict, dataclass, field, fields, replace
 
 NEVER = 1 << 30
 ENVIRONMENT = -1
+# of a host, or of the link to one: cut (the link to a device's host), isolate (all links of the
+# process' host), freeze (a device's host is stopped), stop (the process' own), fall
+HOST_FAULTS = frozenset({"cut", "isolate", "freeze", "stop", "fall"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """What happens at, or after, the nth operation `where` on a device in a turn."""
 
-    kind: str  # pause, hang, crash, power, error, clock, away
+    kind: str  # pause, hang, crash, power, error, clock, away, or of HOST_FAULTS
     where: str = "*"
     nth: int = 1
     after: bool = False
@@ -26,7 +29,7 @@ class Fault:
     until: int = NEVER
     steps: int = 0  # or after so many device operations of anyone; 0: not
     firm: bool = False  # others that wait do not let it go on
-    error: str = ""
+    error: str = ""  # of an error; of a cut: its way, as World.cut_links has it
     times: int = 1  # so many operations on that device fail
 
     @property
@@ -61,6 +64,7 @@ class Turn:
     size: int = 0
     device: int = 0
     seconds: float = 0.0
+    way: str = ""  # of links that are cut
     order: int = 0  # in which calls on several devices are made
     faults: tuple[Fault, ...] = ()
 
@@ -71,6 +75,8 @@ class Turn:
             facts.append(f"{self.size} bytes")
         if self.action in DEVICE_ACTIONS:
             facts.append(f"d{self.device}")
+        if self.action in HOST_EVENTS:
+            facts += [f"host {self.device}", self.way]
         if self.seconds:
             facts.append(f"{self.seconds:g} s")
         text = f"{self.number:3d} {who}: {self.action} {' '.join(facts)}".rstrip()
@@ -85,6 +91,7 @@ class Turn:
         )
 
 
+HOST_EVENTS = frozenset({"isolate", "freeze", "fall", "mend", "slow", "evict_host"})
 CHECKPOINT_ACTIONS = frozenset({"save", "restore", "collect"})
 DEVICE_ACTIONS = frozenset(
     {
@@ -117,6 +124,8 @@ class Setup:
     parity: int
     devices: int
     domains: int = 0  # 0: each device its own
+    hosts: int = 0  # device n and process n are on host n mod hosts, its domain; 0: one machine
+    outside: bool = False  # the pool's registers are outside of its devices
     processes: int = 2
     offsets_ms: tuple[int, ...] = (0, 0, 0, 0)  # of the processes' clocks
     drifts: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)

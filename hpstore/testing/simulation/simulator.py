@@ -19,8 +19,10 @@ from hpstore.testing.simulation.actions import ActionScene, Client, Finding, set
 from hpstore.testing.simulation.end_phase import end
 from hpstore.testing.simulation.fibers import Fiber
 from hpstore.testing.simulation.forgeries import POOL_KEY, forge_files
+from hpstore.testing.simulation.host_turns import EVENTS, HOST_ACTIONS, domain_of, happen
 from hpstore.testing.simulation.machinery import STAGE
 from hpstore.testing.simulation.schedule import ENVIRONMENT, Schedule, Turn
+from hpstore.testing.simulation.simulated_registers import URL, outside_installed
 from hpstore.testing.simulation.snapshots import Snapshot
 from hpstore.testing.simulation.world import Process, World
 from hpstore.units import KIB
@@ -28,8 +30,12 @@ from hpstore.units import KIB
 UNIT_BYTES = 4 * KIB
 
 
-def train(client: Client, turn: Turn) -> None:
-    """What a trainer does: it saves, restores, or collects what dead saves have left."""
+def act(client: Client, turn: Turn) -> None:
+    """What an agent does, or an operator of hosts; or a trainer: it saves, restores, or collects
+    what dead saves have left."""
+    if turn.action in HOST_ACTIONS:
+        HOST_ACTIONS[turn.action](client, turn)
+        return
     from hpstore.testing.simulation import checkpoint_turns  # which needs torch
 
     getattr(checkpoint_turns, turn.action)(client, turn)
@@ -62,9 +68,13 @@ def run(schedule: Schedule) -> SimulationOutcome:
     logging.disable(logging.CRITICAL)
     try:
         simulation = _Simulation(schedule, world, directory)
-        simulation.run()
-        findings, scene = tuple(simulation.scene.findings), simulation.scene
-        assert scene is not None
+        if schedule.setup.outside:
+            with outside_installed(simulation.scene.registers):
+                simulation.move_registers()
+                simulation.run()
+        else:
+            simulation.run()
+        findings = tuple(simulation.scene.findings)
     finally:
         world.close()
         STAGE.world = None
@@ -96,6 +106,8 @@ class _Simulation:
         )
         save_config(config)
         domains = [f"h{i % setup.domains}" for i in range(len(urls))] if setup.domains else None
+        if setup.hosts:
+            domains = [domain_of(world.network.host_of(url)) for url in urls]
         create_members(
             urls,
             domains,
@@ -110,8 +122,8 @@ class _Simulation:
         for number in range(setup.processes):
             process = self._process(number)
             world.processes.append(process)
-            place = f"run{number}" if setup.own_places else "run"
-            self._clients.append(Client(self.scene, process, place, train))
+            place = f"run{number}" if setup.own_places or setup.hosts else "run"
+            self._clients.append(Client(self.scene, process, place, act))
 
     def _plain(self, url: str) -> Device:
         return self._world.device(url)
@@ -119,6 +131,12 @@ class _Simulation:
     def _process(self, number: int) -> Process:
         setup = self._schedule.setup
         return Process(self._world, f"p{number}", setup.offsets_ms[number], setup.drifts[number])
+
+    def move_registers(self) -> None:
+        """Off the devices, before anything else happens."""
+        pool = self.scene.open(self._world.observer, "run")
+        pool.admin.move_registers(URL)
+        pool.close()
 
     def run(self) -> None:
         """All turns, then the end."""
@@ -128,7 +146,10 @@ class _Simulation:
             self._world.note(f"TURN {turn}")
             if turn.process == ENVIRONMENT:
                 self._world.pairs["environment", turn.action] += 1
-                ENVIRONMENTS[turn.action](self, turn)
+                if turn.action in EVENTS:
+                    happen(self.scene, turn)
+                else:
+                    ENVIRONMENTS[turn.action](self, turn)
             else:
                 self._process_turn(turn)
             if self.scene.findings:
@@ -140,6 +161,9 @@ class _Simulation:
     def _process_turn(self, turn: Turn) -> None:
         number = turn.process % len(self._clients)
         client, process = self._clients[number], self._world.processes[number]
+        if self._world.network.stands_still(process.host):
+            self._world.note(f"{process.name} is on a host that stands still")
+            return
         self._finish(process)
         if process.dead:
             fresh = self._process(number)
@@ -163,6 +187,8 @@ class _Simulation:
         process.die()
 
     def _finish_all(self) -> None:
+        self._world.network.all_well()
+        self.scene.registers.all_well()
         for process in self._world.processes:
             self._finish(process)
         self.scene.close_ended()
@@ -249,6 +275,7 @@ class _Simulation:
 
     def _sleep(self, turn: Turn) -> None:
         self._world.now += turn.seconds
+        self._world.network.pass_time(turn.seconds)
 
     def _clock(self, turn: Turn) -> None:
         process = self._world.processes[turn.device % len(self._world.processes)]

@@ -14,14 +14,16 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from hpstore.devices.base import raise_device_error
 from hpstore.devices.memory import MemoryDevice
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import DeviceError, DeviceTimeout
+from hpstore.errors import DeviceError, DeviceTimeout, RegistersUnavailable
 from hpstore.testing.simulation.fibers import Crew, Fiber
-from hpstore.testing.simulation.schedule import NEVER, Fault, Setup, Turn
+from hpstore.testing.simulation.schedule import HOST_FAULTS, NEVER, Fault, Setup, Turn
+from hpstore.testing.simulation.simulated_network import HostNetwork
 from hpstore.units import KIB
 
 T = TypeVar("T")
@@ -29,6 +31,7 @@ BASE_MS = 1_700_000_000_000
 STEP_SECONDS = 0.001  # of one device operation
 ENDLESS = 200_000  # device operations: no schedule needs so many
 _ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EROFS": errno.EROFS, "ENODEV": errno.ENODEV}
+REGISTERS = "registers"  # where calls on registers outside of the devices go
 _LASTING = frozenset({"publish", "write_small", "delete", "retire"})  # a kernel may end it alone
 
 
@@ -71,6 +74,7 @@ class Process:
 
     def __init__(self, world: World, name: str, offset_ms: int, drift: float) -> None:
         self.world, self.name = world, name
+        self.host = world.network.process_host(name)
         self.clock = ProcessClock(world, self, offset_ms, drift)
         self.dead = False
         world.births += 1
@@ -135,7 +139,7 @@ class Process:
         if url in self.failing:
             self._fail(url, operation)
         try:
-            result = call()
+            result = world.network.call(self, url, operation, call)
         except DeviceError:
             self.silent.add(url)
             raise
@@ -167,12 +171,16 @@ class Process:
             world.lose(url)
         elif fault.kind == "error":
             self.failing[url] = (fault.error, fault.times)
+        elif fault.kind in HOST_FAULTS:
+            world.strike(self, fault, url)
 
     def _fail(self, url: str, operation: str) -> None:
         self.silent.add(url)
         error, times = self.failing.pop(url)
         if times > 1:
             self.failing[url] = (error, times - 1)
+        if url == REGISTERS:
+            raise RegistersUnavailable("the registers did not answer.")
         number = _ERRORS[error]
         raise_device_error(OSError(number, os.strerror(number)), url, operation)
 
@@ -190,6 +198,7 @@ class World:
     def __init__(self, setup: Setup, seed: int) -> None:
         self.setup = setup
         self.crew = Crew()
+        self.network = HostNetwork(setup.hosts, self.note)
         self.rng = random.Random(seed)  # nonces, ids
         self.chance = random.Random(seed ^ 0x5EED)  # what a power cut leaves
         self.now = 0.0
@@ -328,8 +337,57 @@ class World:
 
     def wake(self, turn_id: int) -> None:
         """Let go what is held up until a turn."""
+        self.network.wake(turn_id)
         for held in [h for h in self.held if h.until <= turn_id]:
             self.let_go(held)
+
+    # --- hosts -------------------------------------------------------------------------------
+
+    def strike(self, process: Process, fault: Fault, url: str) -> None:
+        """A fault of the link between a process and a device, or of one of their hosts."""
+        network, here = self.network, process.host
+        there = network.host_of(url)
+        if here < 0 or (there < 0 and fault.kind in ("cut", "freeze", "fall")):
+            return
+        if fault.kind in ("cut", "isolate"):
+            others = [there] if fault.kind == "cut" else list(range(network.count))
+            self.cut_links(here, others, fault.error, fault.until)
+        elif fault.kind == "fall":
+            self.fall(there)
+            network.due.append((fault.until, partial(self.start_host, there)))
+            process.alive()
+        else:
+            host = here if fault.kind == "stop" else there
+            network.freeze(host)
+            self.trouble |= network.troubled(self.devices)
+            network.due.append((fault.until, partial(network.thaw, host)))
+            if host == here:
+                self.pause(process, fault)
+
+    def cut_links(self, one: int, others: list[int], way: str, until: int = NEVER) -> None:
+        """Cut a host off from others. `way`: "to" them, "from" them, or both; "kept" where what is
+        sent arrives when the links are whole."""
+        links = [(one, x) for x in others if x != one and "from" not in way]
+        links += [(x, one) for x in others if x != one and "to" not in way]
+        self.network.cut(links, keeps="kept" in way)
+        self.trouble |= self.network.troubled(self.devices)
+        if until < NEVER:
+            self.network.due.append((until, partial(self.network.join, links)))
+
+    def fall(self, host: int) -> None:
+        """A host falls: its processes die, and of what was not synced there some is lost."""
+        self.network.fall(host)
+        self.trouble |= self.network.troubled(self.devices)
+        for url in self.network.disks(self.devices, host):
+            torn_crash(self.devices[url], self.chance)
+        for process in self.processes:
+            if process.host == host:
+                process.die()
+        self.bury()
+
+    def start_host(self, host: int) -> None:
+        """It is there again."""
+        self.network.down.discard(host)
 
     # --- faults of the environment -------------------------------------------------------------
 
