@@ -226,19 +226,33 @@ def contested(plot: Plot) -> None:
 
 
 def unanswered(plot: Plot) -> None:
-    """A swap of a claim is stopped until others have put, and then not answered (PROTOCOL 15)."""
+    """Two conditional puts, of which one is stopped before it publishes and gets no answer when it
+    gives its claim back, the other one is stopped under the claim that it took over (PROTOCOL 15).
+    """
     plot.setup = replace(plot.setup, outside=True)
     if plot.maybe(0.5):
         plot.say("put_absent", plot.other, key="c0")
-    at, nth = len(plot.turns), plot.chance.choice((1, 2, 2, 2, 3))
-    seconds = plot.chance.choice((0.0, 20.0, 20.0))
-    stop = Fault(kind="pause", where="swap", nth=nth, seconds=seconds, until=0, firm=True)
-    lost = Fault(kind="error", where="swap", nth=nth, after=plot.maybe(0.5), error="EIO")
-    plot.say(plot.chance.choice(("put_version", "put_absent")), plot.writer, stop, lost, key="c0")
-    _others(plot, 3, "put_version", "put_version", "put_absent", "get")
-    plot.until(at)
+        plot.say("get", plot.writer, key="c0")
+    first = len(plot.turns)
+    where = plot.chance.choice(("create", "publish", "publish", "swap"))
+    stop = Fault(kind="pause", where=where, nth=1, seconds=20.0, until=0, firm=True)
+    lost = Fault(
+        kind="error",
+        where=plot.chance.choice(("look", "swap")),
+        nth=plot.chance.choice((1, 2, 2)),
+        after=plot.maybe(0.5),
+        error="EIO",
+        times=plot.chance.choice((1, 20)),
+    )
+    plot.say("put_version", plot.writer, stop, lost, key="c0")
+    second = len(plot.turns)
+    stops = (replace(stop, where="publish", seconds=0.0),) if plot.maybe(0.8) else ()
+    plot.say("put_version", plot.other, *stops, key="c0")
+    plot.until(first)
+    plot.say("list", plot.writer)
+    plot.until(second)
+    plot.say("list", plot.other)
     _do(plot, plot.chance.choice(("put_version", "get")), plot.writer)
-    _do(plot, "put_version", plot.other)
 
 
 def twice_stopped(plot: Plot) -> None:
@@ -265,9 +279,15 @@ def forgetful(plot: Plot) -> None:
     """Registers lose what they hold, or are away or late, around a conditional put; they are made
     again (PROTOCOL 15)."""
     plot.setup = replace(plot.setup, outside=True)
-    plot.say("put_absent", plot.writer, key="c0")
-    at = len(plot.turns)
-    plot.say("put_version", plot.writer, _fault(plot, "pause", "stop"), key="c0")
+    plot.say("put_absent", plot.chance.choice((plot.writer, plot.other)), key="c0")
+    if plot.maybe(0.5):
+        offsets = [_HOUR_MS if n == plot.writer else 0 for n in range(4)]
+        plot.setup = replace(plot.setup, offsets_ms=tuple(offsets))
+    at, fault = len(plot.turns), _fault(plot, "pause", "stop")
+    if plot.maybe(0.5):
+        where = plot.chance.choice(("raise_counter", "raise_counter", "create", "publish"))
+        fault = replace(fault, where=where, nth=1, after=False, seconds=0.0)
+    plot.say("put_version", plot.writer, fault, key="c0")
     lost = plot.maybe(0.6)
     event = "registers_lost" if lost else plot.chance.choice(("registers_down", "registers_slow"))
     plot.say(event, ENVIRONMENT)
@@ -283,7 +303,9 @@ def ruled(plot: Plot) -> None:
     """Agents of several hosts: the keeper is stopped, cut off or dies, and goes on; a host is away
     for long (PROTOCOL 17)."""
     plot.say("put", plot.writer, key="k0")
-    plot.say("tend", plot.writer, seconds=10.0)
+    unsure = Fault(kind="error", where="swap", nth=1, after=plot.maybe(0.5), error="EIO")
+    at_first = (unsure,) if plot.setup.outside and plot.maybe(0.3) else ()
+    plot.say("tend", plot.writer, *at_first, seconds=plot.chance.choice((5.0, 10.0)))
     plot.say("tend", plot.other, seconds=20.0)
     if plot.maybe(0.5):
         _say_event(plot, plot.chance.choice(("fall", "freeze", "isolate")))
@@ -337,6 +359,27 @@ def removed(plot: Plot) -> None:
     plot.say("get", plot.other, key="k0")
 
 
+def overlapping(plot: Plot) -> None:
+    """Two processes change the membership; one is stopped, or gets no answer, where it stores what
+    it has judged (PROTOCOL 14, 16)."""
+    plot.setup = replace(plot.setup, data=1, parity=1, devices=4, hosts=4)
+    plot.say("put", plot.writer, key="k0")
+    at = len(plot.turns)
+    fault = _fault(plot, "pause", "pause", "error", "stop", "isolate")
+    places = [("list", 20), ("write_small", 8)]
+    places += [("swap", 3), ("look", 4)] if plot.setup.outside else [("register", 8), ("lock", 24)]
+    where, most = plot.chance.choice(places)
+    nth, seconds = 1 + plot.chance.randrange(most), 20.0 if fault.kind == "pause" else 0.0
+    fault = replace(fault, where=where, nth=nth, seconds=seconds)
+    changes = ("evict", "evict", "evict_host", "add", "begin_drain")
+    _change(plot, plot.chance.choice(changes[:3]), plot.writer, fault)
+    for _ in range(plot.chance.choice((1, 1, 2))):
+        _change(plot, plot.chance.choice(changes), plot.other)
+    plot.until(at)
+    _do(plot, "put", plot.writer)
+    plot.say("get", plot.other, key="k0")
+
+
 def _change(plot: Plot, action: str, process: int, *faults: Fault) -> None:
     if action == "add":
         plot.say("add", process, *faults, device=plot.setup.devices)
@@ -371,5 +414,6 @@ MOTIFS: dict[str, Callable[[Plot], None]] = {
     "ruled": ruled,
     "swept": swept,
     "removed": removed,
+    "overlapping": overlapping,
     "fenced": fenced,
 }

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from hpstore.agent.pool_keeper import PoolKeeper
-from hpstore.agreement.claims import Claims
+from hpstore.agreement.claims import Claims, KeyClaim
 from hpstore.agreement.keeper_election import KeeperElection
-from hpstore.agreement.registers import RECORD, Register
-from hpstore.agreement.swap_registers import SwapRegisters, _RecordExchange
+from hpstore.agreement.registers import Register
 from hpstore.errors import RegistersUnavailable
 from hpstore.format.records import PoolRecord
 from hpstore.membership import pool_registers
+from hpstore.objects.write import conditional_put
 from hpstore.testing.simulation.checkpoint_mutations import Exchange
 
 
-def _unanswered_is_made(exchange: Exchange) -> None:
-    """Rule 15: a swap that was not answered is taken for made, and no record is looked at."""
+def _acknowledges_unanswered(exchange: Exchange) -> None:
+    """Rule 6: a conditional put is acknowledged although it is not known whether its claim could
+    be given back."""
+    before = conditional_put._give_back
 
-    def once(registers: SwapRegisters, name: str, made: Any, found: Any, *_: Any) -> bool:
-        try:
-            return registers.store.swap(name, made.encode(), found.revision, 1.0)
-        except RegistersUnavailable:
-            return True
+    def give_back(claim: KeyClaim, key: str, said: str) -> None:
+        with suppress(RegistersUnavailable):
+            before(claim, key, said)
 
-    exchange(SwapRegisters, "_swap", once)
+    exchange(conditional_put, "_give_back", give_back)
 
 
 def _claims_without_counters(exchange: Exchange) -> None:
@@ -56,15 +56,6 @@ def _lost_is_new(exchange: Exchange) -> None:
     exchange(pool_registers, "_marked", marked)
 
 
-def _any_successor(exchange: Exchange) -> None:
-    """Rules 14 and 16: a membership is stored whatever was stored since it was judged."""
-
-    def settle(there: _RecordExchange, new: Any) -> None:
-        there._registers.update(RECORD, lambda _: new.encode(), what="membership change")
-
-    exchange(_RecordExchange, "settle", settle)
-
-
 def _no_election(exchange: Exchange) -> None:
     """Rule 17: every agent decides, evicts and sweeps."""
     exchange(PoolKeeper, "look", lambda keeper: True)
@@ -85,10 +76,9 @@ def _endless_terms(exchange: Exchange) -> None:
 
 
 HOST_MUTATIONS: dict[str, Callable[[Exchange], None]] = {
-    "unanswered-is-made": _unanswered_is_made,
+    "acknowledges-unanswered": _acknowledges_unanswered,
     "claims-without-counters": _claims_without_counters,
     "lost-is-new": _lost_is_new,
-    "any-successor": _any_successor,
     "no-election": _no_election,
     "endless-terms": _endless_terms,
 }

@@ -1,4 +1,4 @@
-"""What happens to hosts and registers in a turn of the environment, and what agents do in theirs."""
+"""What happens to hosts and registers in turns of the environment, and what agents do in theirs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def tend(client: Client, turn: Turn) -> None:
             agent.finish_jobs()
         finally:
             after = {m.device_id for m in client.open_pool.admin.record.members}
-            scene.lost |= {url for device, url in before.items() if device not in after}
+            gone = sorted(url for device, url in before.items() if device not in after)
+            scene.lost |= set(gone)
+            if gone:
+                world.note(f"{client.process.name} sees {gone} leave the pool")
         scene.claims.look_at_keepers(scene, world)
 
 
