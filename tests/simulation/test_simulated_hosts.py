@@ -255,7 +255,7 @@ def test_a_keeper_evicts_a_host_that_fell_and_a_stopped_keeper_is_succeeded() ->
         by(0, "tend", seconds=10.0),
         by(-1, "freeze", device=0),
         by(1, "tend", seconds=90.0),
-        by(-1, "mend", device=0),
+        by(-1, "rejoin", device=0),
         by(0, "tend", seconds=5.0),
         by(0, "get"),
     )

@@ -199,7 +199,7 @@ def _lose_some(
     m devices gone may have been acknowledged for all a read can see: it may refuse (rule 7)."""
     answering = sorted(url for url, d in world.devices.items() if not d.missing)
     gone = chance.sample(answering, min(world.setup.parity, len(answering)))
-    if world.setup.domains and chance.random() < 0.5:
+    if (world.setup.domains or world.setup.hosts) and chance.random() < 0.5:
         gone = _domains_lost(world, chance) or gone
     for url in gone:
         world.devices[url].missing = True

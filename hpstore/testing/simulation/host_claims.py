@@ -9,13 +9,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hpstore.format.records import PoolRecord
 from hpstore.testing.simulation.world import Process, World
 
-if TYPE_CHECKING:  # it imports this module
-    from hpstore.testing.simulation.actions import ActionScene
+
+class FindingsTaker(Protocol):
+    """An ActionScene, which has these claims."""
+
+    def find(self, kind: str, text: str) -> None:
+        """Note what must not happen."""
 
 
 @dataclass(slots=True)
@@ -26,14 +30,14 @@ class HostClaims:
     acknowledged: dict[int, str] = field(default_factory=dict)  # generation -> nonce
     known: dict[int, int] = field(default_factory=dict)  # process, as born -> its generation
 
-    def changed(self, scene: ActionScene, record: PoolRecord) -> None:
+    def changed(self, scene: FindingsTaker, record: PoolRecord) -> None:
         """A change of the membership was acknowledged, and this is what it made."""
         generation, nonce = record.order
         before = self.acknowledged.setdefault(generation, nonce)
         if before != nonce:
             scene.find("two memberships", f"of generation {generation}: {before} and {nonce}")
 
-    def opened(self, scene: ActionScene, record: PoolRecord, newest: int) -> None:
+    def opened(self, scene: FindingsTaker, record: PoolRecord, newest: int) -> None:
         """A process has opened the pool. `newest`: the generation acknowledged when it began."""
         if record.generation < newest:
             text = f"a pool that was opened has generation {record.generation}, {newest} was there"
@@ -44,7 +48,7 @@ class HostClaims:
         """The highest generation that was acknowledged."""
         return max(self.acknowledged, default=0)
 
-    def saw(self, scene: ActionScene, process: Process, record: PoolRecord) -> None:
+    def saw(self, scene: FindingsTaker, process: Process, record: PoolRecord) -> None:
         """A process' membership after one of its turns."""
         before = self.known.get(process.born, 0)
         if record.generation < before:
@@ -52,7 +56,7 @@ class HostClaims:
             scene.find("older membership", text)
         self.known[process.born] = max(before, record.generation)
 
-    def look_at_keepers(self, scene: ActionScene, world: World) -> None:
+    def look_at_keepers(self, scene: FindingsTaker, world: World) -> None:
         """Of the agents that live, those that decide now."""
         alive = [(p, a) for p, a in self.agents.values() if not p.dead and p in world.processes]
         deciding = [process.name for process, agent in alive if agent.keeper.decides]

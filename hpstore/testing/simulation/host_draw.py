@@ -47,7 +47,7 @@ _EVENTS = {
     "isolate": 4,
     "freeze": 3,
     "fall": 3,
-    "mend": 6,
+    "rejoin": 6,
     "slow": 1,
     "sleep": 2,
     "clock": 1,

@@ -115,7 +115,7 @@ def _fall(world: World, turn: Turn) -> None:
     world.fall(turn.device % world.network.count)
 
 
-def _mend(world: World, turn: Turn) -> None:
+def _rejoin(world: World, turn: Turn) -> None:
     """A host is well again, with its links."""
     network, host = world.network, turn.device % world.network.count
     world.start_host(host)
@@ -155,7 +155,7 @@ _OF_HOSTS: dict[str, Callable[[World, Turn], None]] = {
     "isolate": _isolate,
     "freeze": _freeze,
     "fall": _fall,
-    "mend": _mend,
+    "rejoin": _rejoin,
     "slow": _slow,
 }
 _OF_REGISTERS: dict[str, Callable[[ActionScene], None]] = {

@@ -345,9 +345,11 @@ class SimulatedHold(WrappedHold):
 
     def finish(self, offset: int, data: bytes) -> None:
         try:
-            self.write(offset, data)
-        finally:
+            self._on.around("register", len(data), lambda: self.inner.finish(offset, data))
+        except BaseException:
             self.release()
+            raise
+        self._has = False
 
     def release(self) -> None:
         if self._has:

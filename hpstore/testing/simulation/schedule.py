@@ -91,7 +91,7 @@ class Turn:
         )
 
 
-HOST_EVENTS = frozenset({"isolate", "freeze", "fall", "mend", "slow", "evict_host"})
+HOST_EVENTS = frozenset({"isolate", "freeze", "fall", "rejoin", "slow", "evict_host"})
 CHECKPOINT_ACTIONS = frozenset({"save", "restore", "collect"})
 DEVICE_ACTIONS = frozenset(
     {

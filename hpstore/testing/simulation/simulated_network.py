@@ -6,7 +6,7 @@ meets a link. One on another host's disk is a request and an answer, and each ma
 - a link that is cut one way loses what is sent that way: a request that does not arrive has no
   effect, an answer that does not arrive leaves the caller with a timeout and the effect there;
 - a host that is stopped, and a link that is cut and keeps what was sent, let the first request to
-  each disk take effect later, when the host goes on or the link is whole again;
+  each disk take effect later, when the host goes on or the link is joined again;
 - a host that fell answers at once that it is not there. Its processes are dead, and of what was not
   synced on its disks some is lost.
 
@@ -20,12 +20,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from hpstore.errors import DeviceMissing, DeviceTimeout, HpstoreError
-
-if TYPE_CHECKING:  # it imports this module
-    from hpstore.testing.simulation.world import Process
 
 T = TypeVar("T")
 NOWHERE = -1  # no host: reached by every process
@@ -49,22 +46,35 @@ ARRIVES = frozenset(
 _OPENS = frozenset({"create", "open", "lock"})  # calls that leave something open there
 
 
+class LinkUser(Protocol):
+    """A process that makes calls. `born`: its number; no other process has it."""
+
+    name: str
+    born: int
+    host: int
+
+    def alive(self) -> None:
+        """Raise in a process that is dead."""
+
+
 @dataclass(slots=True)
 class SentCall:
     """A request on its way, or what a process gives up at a host that it cannot reach."""
 
-    process: Process
+    process: LinkUser
     here: int
     there: int
     what: str
     call: Callable[[], object]
 
 
-class HostNetwork:
-    """The hosts of one simulation. `count` 0: one machine, and no links."""
+class SimulatedNetwork:
+    """The hosts of one simulation. `count` 0: one machine, and no links. `wait`: time passes."""
 
-    def __init__(self, count: int, note: Callable[[str], None]) -> None:
-        self.count, self._note = count, note
+    def __init__(
+        self, count: int, note: Callable[[str], None], wait: Callable[[float], None]
+    ) -> None:
+        self.count, self._note, self._wait = count, note, wait
         self.cuts: dict[tuple[int, int], bool] = {}  # (from, to): whether what is sent is kept
         self.frozen: set[int] = set()
         self.down: set[int] = set()
@@ -111,7 +121,7 @@ class HostNetwork:
 
     # --- calls ------------------------------------------------------------------------------
 
-    def call(self, process: Process, url: str, operation: str, call: Callable[[], T]) -> T:
+    def call(self, process: LinkUser, url: str, operation: str, call: Callable[[], T]) -> T:
         """A call of a process on a device, over the link to its host."""
         if not self.count:
             return call()
@@ -129,7 +139,7 @@ class HostNetwork:
             self._time_out(process, doubt, operation)
         if doubt in self._doubted and (there, here) in self.cuts:
             self._time_out(process, doubt, operation)  # no connection comes about
-        process.world.now += self.slow.get(link, 0.0)
+        self._wait(self.slow.get(link, 0.0))
         result = call()
         if (there, here) in self.cuts:
             if operation in _OPENS:  # what the caller does not know of, it gives up when it can
@@ -139,14 +149,14 @@ class HostNetwork:
         self._doubted.discard(doubt)
         return result
 
-    def _time_out(self, process: Process, doubt: tuple[int, str], operation: str) -> None:
+    def _time_out(self, process: LinkUser, doubt: tuple[int, str], operation: str) -> None:
         first = doubt not in self._doubted
         self._doubted.add(doubt)
-        process.world.now += FIRST_SECONDS if first else LATER_SECONDS
+        self._wait(FIRST_SECONDS if first else LATER_SECONDS)
         process.alive()
         raise DeviceTimeout(f"device {doubt[1]}: no answer to {operation}", device=doubt[1])
 
-    def give_up(self, process: Process, url: str, call: Callable[[], None]) -> None:
+    def give_up(self, process: LinkUser, url: str, call: Callable[[], None]) -> None:
         """A process gives up what it has open on a device: now, or when the host hears of it."""
         here, there = process.host, self.host_of(url)
         if self.hears(here, there):
@@ -157,12 +167,12 @@ class HostNetwork:
     # --- what becomes of hosts and links ----------------------------------------------------
 
     def cut(self, links: Collection[tuple[int, int]], *, keeps: bool) -> None:
-        """Cut links, each one way. `keeps`: what is sent is on its way until they are whole."""
+        """Cut links, each one way. `keeps`: what is sent is on its way until they are joined."""
         for link in links:
             self.cuts[link] = keeps
 
     def join(self, links: Collection[tuple[int, int]]) -> None:
-        """Links are whole again."""
+        """Links are joined again."""
         for link in links:
             self.cuts.pop(link, None)
         if not self.cuts:
@@ -217,7 +227,7 @@ class HostNetwork:
         return any(2 * sum(self.two_way(h, x) for x in hosts) > self.count for h in leaders)
 
     def all_well(self) -> None:
-        """Every host runs, and every link is whole."""
+        """Every host runs, and no link is cut."""
         self.down.clear()
         self.frozen.clear()
         self.slow.clear()

@@ -23,7 +23,7 @@ from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import DeviceError, DeviceTimeout, RegistersUnavailable
 from hpstore.testing.simulation.fibers import Crew, Fiber
 from hpstore.testing.simulation.schedule import HOST_FAULTS, NEVER, Fault, Setup, Turn
-from hpstore.testing.simulation.simulated_network import HostNetwork
+from hpstore.testing.simulation.simulated_network import SimulatedNetwork
 from hpstore.units import KIB
 
 T = TypeVar("T")
@@ -198,7 +198,7 @@ class World:
     def __init__(self, setup: Setup, seed: int) -> None:
         self.setup = setup
         self.crew = Crew()
-        self.network = HostNetwork(setup.hosts, self.note)
+        self.network = SimulatedNetwork(setup.hosts, self.note, self._pass)
         self.rng = random.Random(seed)  # nonces, ids
         self.chance = random.Random(seed ^ 0x5EED)  # what a power cut leaves
         self.now = 0.0
@@ -252,6 +252,10 @@ class World:
             raise Endless("the simulation does not end")
         for held in [h for h in self.held if h.at_step <= self.steps]:
             self.let_go(held)
+
+    def _pass(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
 
     def idle(self, process: Process, seconds: float, *, polls: bool = False) -> None:
         """A process waits. Others that are held up may go on meanwhile."""
@@ -366,7 +370,7 @@ class World:
 
     def cut_links(self, one: int, others: list[int], way: str, until: int = NEVER) -> None:
         """Cut a host off from others. `way`: "to" them, "from" them, or both; "kept" where what is
-        sent arrives when the links are whole."""
+        sent arrives when the links are joined."""
         links = [(one, x) for x in others if x != one and "from" not in way]
         links += [(x, one) for x in others if x != one and "to" not in way]
         self.network.cut(links, keeps="kept" in way)
