@@ -10,6 +10,7 @@ from hpstore.config import PoolConfig, Settings, load_config
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import HpstoreError, MembershipError, ObjectNotFound, VersionConflict
+from hpstore.format.keys import object_directory
 from hpstore.pool.pool import Pool
 from hpstore.testing.simulation.host_claims import HostClaims
 from hpstore.testing.simulation.machinery import SimulatedDevice
@@ -401,6 +402,9 @@ class Client:
         self.scene.world.trouble.add(url)
         steady = not turn.faults and all(h.quiet for h in self.scene.histories.values())
         before = newest_readable(self.scene.world.devices, torn_deletes=False)
+        if url in self.scene.away():  # it may have the one copy of a put that failed (PROTOCOL 7)
+            torn = {object_directory(k) for k, h in self.scene.histories.items() if h.torn}
+            before = {key: version for key, version in before.items() if key not in torn}
         try:
             self.open_pool.evict(url)
         except MembershipError as error:
