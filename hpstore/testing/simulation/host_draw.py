@@ -26,7 +26,7 @@ GEOMETRIES = (
     (4, 2, 4, 2),
 )
 _WAYS = ("", "", "to", "from", "kept", "to kept")
-_ACTIONS = {
+_ACTIONS: dict[str, float] = {
     "put": 6,
     "get": 5,
     "put_version": 5,
@@ -43,7 +43,7 @@ _ACTIONS = {
     "refresh": 1,
     "reopen": 1,
 }
-_EVENTS = {
+_EVENTS: dict[str, float] = {
     "isolate": 4,
     "freeze": 3,
     "fall": 3,
@@ -54,7 +54,7 @@ _EVENTS = {
     "kill": 1,
     "flip": 0.5,
 }
-_REGISTER_EVENTS = {
+_REGISTER_EVENTS: dict[str, float] = {
     "registers_down": 1,
     "registers_slow": 2,
     "registers_back": 3,

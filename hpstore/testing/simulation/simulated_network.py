@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from hpstore.errors import DeviceMissing, DeviceTimeout, HpstoreError
@@ -248,5 +249,11 @@ class SimulatedNetwork:
 
 def _undo(opened: object) -> Callable[[], object]:
     """What gives up a file that is made or read, or a range that is held."""
-    found = (getattr(opened, name, None) for name in ("abort", "close", "release"))
-    return next(call for call in found if callable(call))
+    for name in ("abort", "close", "release"):
+        if hasattr(opened, name):
+            return partial(_give_up_by, opened, name)
+    raise TypeError(f"{type(opened).__name__} is not given up")
+
+
+def _give_up_by(opened: object, name: str) -> None:
+    getattr(opened, name)()
