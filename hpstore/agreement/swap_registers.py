@@ -53,6 +53,7 @@ class SwapRegisters:
 
     def update(self, name: str, change: Change, *, what: str) -> Register:
         until, pause = self.clock.monotonic() + self._deadline_seconds, _POLL_SECONDS[0]
+        tried = False
         while True:
             found = self._read(name, what, until)
             envelope = self._decode(found, name)
@@ -63,11 +64,12 @@ class SwapRegisters:
             if self._swap(name, made, found, what, until):
                 return made.register
             self._metrics.count("register_swap_lost_total")
-            if self.clock.monotonic() >= until:
+            if tried and self.clock.monotonic() >= until:
                 raise RegistersUnavailable(
                     f"{what}: register {name} in {self.where} was changed by others each time for "
                     f"{self._deadline_seconds:.1f} s. Nothing was changed; try again."
                 )
+            tried = True  # once alone is no contention: this process was stopped meanwhile
             self.clock.wait(pause)
             pause = min(_POLL_SECONDS[1], 1.5 * pause)
 

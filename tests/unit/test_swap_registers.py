@@ -88,6 +88,24 @@ def test_what_became_of_a_swap_is_found_behind_the_changes_of_others_rule_15(oth
     assert look(b, NAME).value == b"%d" % (1 + others)
 
 
+def test_a_process_that_was_stopped_in_a_change_makes_it_when_it_goes_on() -> None:
+    """For longer than its deadline, between its look and its swap, while another one changed the
+    record: the swap is refused, and that is no contention. (Found by the simulator over hosts.)"""
+    shared = MemoryRecords()
+    a, b = process(shared), process(shared)
+    plain = a.store.read
+
+    def read(name: str, limit: float) -> StoredRecord:
+        found = plain(name, limit)
+        a.store.read = plain  # type: ignore[method-assign]
+        a.clock.wait(60.0)
+        add_one(b, NAME)
+        return found
+
+    a.store.read = read  # type: ignore[assignment, method-assign]
+    assert add_one(a, NAME) == 2
+
+
 def test_what_cannot_be_asked_for_raises_in_time_and_says_whether_it_may_have_happened() -> None:
     """Before the swap nothing has changed; after it, it may have."""
     shared, down = MemoryRecords(), [True, True]
