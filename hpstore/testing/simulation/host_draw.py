@@ -395,7 +395,11 @@ def fenced(plot: Plot) -> None:
         plot.say("save", plot.writer, device=0)
     at = len(plot.turns)
     fault = _fault(plot, "pause", "pause", "stop", "isolate", "error", "freeze", "fall")
-    fault = replace(fault, nth=1 + plot.chance.randrange(60)) if fault.where != "*" else fault
+    width = plot.setup.data + plot.setup.parity
+    places = [("publish", 3 * width + 3), ("publish", 3 * width + 3), ("*", 300), ("retire", 4)]
+    places += [("swap", 4), ("look", 5)] if plot.setup.outside else [("register", 24), ("lock", 24)]
+    where, most = plot.chance.choice(places)
+    fault = replace(fault, where=where, nth=1 + plot.chance.randrange(most))
     plot.say("save", plot.writer, fault, device=0)
     for _ in range(1 + plot.chance.randrange(3)):
         action = plot.chance.choice(("save", "save", "restore", "collect"))
