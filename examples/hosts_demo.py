@@ -296,18 +296,20 @@ def main() -> int:
         console.print(f"[bold red]hosts demo:[/] {lack}")
         return 1
     logging.getLogger("hpstore").setLevel(logging.ERROR)  # that hosts are away is the point
-    sweep_directories()
-    root = Path(scratch_directory(tempfile.gettempdir()))
-    try:
-        with orderly_end(), ExitStack() as stack:
-            show = Show(root, stack)
-            console.print(demonstrate(show, options.pause))
-            console.print(f"{time.monotonic() - show.began:.0f} s in all")
-    except DemoFailed as error:
-        console.print(f"[bold red]hosts demo failed:[/] {error}")
-        return 1
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
+    with orderly_end():  # from here on nothing is left, also where it is ended at once
+        try:
+            sweep_directories()
+            root = Path(scratch_directory(tempfile.gettempdir()))
+            with ExitStack() as stack:
+                show = Show(root, stack)
+                console.print(demonstrate(show, options.pause))
+                console.print(f"{time.monotonic() - show.began:.0f} s in all")
+        except DemoFailed as error:
+            console.print(f"[bold red]hosts demo failed:[/] {error}")
+            return 1
+        finally:  # by its name: it may be ended while it is made
+            for path in Path(tempfile.gettempdir()).glob(f"hpfault-{os.getpid()}-*"):
+                shutil.rmtree(path, ignore_errors=True)
     return 0
 
 

@@ -78,7 +78,9 @@ def test_one_that_is_ended_leaves_nothing(tmp_path: Path, how: signal.Signals) -
     process.communicate(timeout=60)
     if how is signal.SIGKILL:
         second = demonstration(tmp_path)
-        poll(60.0, lambda: of(process) == [])
+        poll(
+            60.0, lambda: of(process) == [] and not list(tmp_path.glob(f"hpfault-{process.pid}-*"))
+        )
         second.terminate()
         second.communicate(timeout=60)
         assert of(second) == []
