@@ -22,7 +22,7 @@ from hpstore.devices.horizon_guard import (
     encode_counter,
     risen,
 )
-from hpstore.devices.host_files import HostHold, HostReader, HostWriter
+from hpstore.devices.host_files import HostHold, HostReader, HostWriter, OpenFile
 from hpstore.devices.host_links import HostLinks, Secure
 from hpstore.errors import ConfigError, DeviceError, HpstoreError, IntegrityError, LockTimeout
 from hpstore.format.host_calls import (
@@ -213,22 +213,24 @@ class HostDevice:
     def open(self, path: str) -> HostReader:
         return HostReader(self, self._links, path, self.open_handle(path))
 
-    def begin_open(self, path: str) -> Sent[HostReader] | None:
+    def begin_open(self, path: str, *, tail_bytes: int) -> Sent[HostReader] | None:
         """As HostDisk has it."""
-        sent = self._begin_made("open", {"path": path, "ahead": AHEAD_BYTES})
+        args: Json = {"path": path, "ahead": AHEAD_BYTES, "tail": tail_bytes}
+        sent = self._begin_made("open", args)
 
         def opened(made: tuple[str, bytes]) -> HostReader:
             return HostReader(self, self._links, path, self._opened(*made))
 
         return None if sent is None else sent.then(opened)
 
-    def open_handle(self, path: str) -> tuple[str, Stamp, bytes]:
-        """A handle and the stamp of a file that is open there from now on, and its first bytes."""
-        return self._opened(*self._made("open", {"path": path, "ahead": AHEAD_BYTES}))
+    def open_handle(self, path: str) -> OpenFile:
+        """A file that is open there from now on, and its first bytes."""
+        args: Json = {"path": path, "ahead": AHEAD_BYTES, "tail": 0}
+        return self._opened(*self._made("open", args))
 
-    def _opened(self, handle: str, found: bytes) -> tuple[str, Stamp, bytes]:
+    def _opened(self, handle: str, found: bytes) -> OpenFile:
         try:
-            return handle, *decode_opened(found)
+            return OpenFile(handle, *decode_opened(found))
         except IntegrityError as error:
             self._links.give_up(handle)
             raise DeviceError(f"device {self.url}: {error}", device=self.url) from error

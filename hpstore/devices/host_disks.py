@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, Hold, ReadHandle, Stamp, WriteHandle
@@ -16,6 +16,7 @@ from hpstore.format.host_calls import MOST_LISTED, MOST_NEW_FILE_BYTES
 from hpstore.format.records import POOL_FILE
 from hpstore.runtime.split_calls import Sent
 
+T = TypeVar("T")
 Wanted = Sequence[tuple["HostDisk", Sequence[str]]]  # disks, and directories on each
 
 
@@ -48,8 +49,8 @@ class HostDisk(Protocol):
     ) -> Sent[WriteHandle] | None:
         """The same in two halves."""
 
-    def begin_open(self, path: str) -> Sent[ReadHandle] | None:
-        """Device.open in two halves."""
+    def begin_open(self, path: str, *, tail_bytes: int) -> Sent[ReadHandle] | None:
+        """Device.open in two halves; so many bytes of the file's end come along."""
 
     def begin_retire(self, path: str) -> Sent[None] | None:
         """Device.retire in two halves."""
@@ -65,7 +66,7 @@ class HostDisk(Protocol):
 
 
 class ReadAhead(Protocol):
-    """An open file whose first bytes came with the answer that it is open."""
+    """An open file of which bytes of both ends came with the answer that it is open."""
 
     def holds(self, offset: int, nbytes: int) -> bool:
         """Whether a read of these bytes asks the device nothing."""
@@ -73,6 +74,9 @@ class ReadAhead(Protocol):
 
 class SplitWriter(Protocol):
     """A new file whose name can be given in two halves."""
+
+    def seal(self, first: Bytes, offset: int, last: Bytes) -> None:
+        """As seal_file, by one request."""
 
     def begin_publish(self, path: str, guard: HorizonGuard | None = None) -> Sent[None] | None:
         """WriteHandle.publish; the name is durable when it has ended."""
@@ -192,6 +196,22 @@ def make_file(
     return WrappedWriter(device, made)
 
 
+def seal_file(device: Device, handle: WriteHandle, first: Bytes, offset: int, last: Bytes) -> None:
+    """Write the first bytes of a new file and those from `offset`, and make all of it durable. One
+    request where the device is a disk of another host and they are few."""
+    nbytes = len(first) + len(last)
+    if host_disk(device) is None or nbytes > MOST_NEW_FILE_BYTES:
+        handle.write(0, [first])
+        handle.write(offset, [last])
+        handle.sync()
+        return
+    seal = partial(_split_writer(handle).seal, first, offset, last)
+    if isinstance(device, DeviceWrapper):
+        device.around("sync", nbytes, seal)
+    else:
+        seal()
+
+
 def begin_file(
     device: Device, size_bytes: int, buffers: Sequence[Bytes], *, vital: bool, sync: bool
 ) -> Sent[WriteHandle] | None:
@@ -200,21 +220,16 @@ def begin_file(
     if disk is None or size_bytes > MOST_NEW_FILE_BYTES or sum(map(len, buffers)) != size_bytes:
         return None
     begin = partial(disk.begin_file, buffers, vital=vital, sync=sync)
-    if not isinstance(device, DeviceWrapper):
-        return begin()
-    sent = device.around_sent("write", size_bytes, begin)
-    return None if sent is None else sent.then(partial(WrappedWriter, device))
+    return _begun(device, "write", size_bytes, begin, WrappedWriter)
 
 
-def begin_open(device: Device, path: str) -> Sent[ReadHandle] | None:
-    """Device.open in two halves; None where it has none."""
+def begin_open(device: Device, path: str, *, tail_bytes: int) -> Sent[ReadHandle] | None:
+    """Device.open in two halves, `tail_bytes` as HostDisk has it; None where it has none."""
     disk = host_disk(device)
     if disk is None:
         return None
-    if not isinstance(device, DeviceWrapper):
-        return disk.begin_open(path)
-    sent = device.around_sent("open", 0, partial(disk.begin_open, path))
-    return None if sent is None else sent.then(device.wrapped)
+    begin = partial(disk.begin_open, path, tail_bytes=tail_bytes)
+    return _begun(device, "open", 0, begin, lambda wrapper, handle: wrapper.wrapped(handle))
 
 
 def begin_publish(
@@ -223,34 +238,44 @@ def begin_publish(
     """WriteHandle.publish of a file of this device in two halves; None where it has none."""
     if host_disk(device) is None:
         return None
-    if not isinstance(handle, WrappedWriter) or not isinstance(device, DeviceWrapper):
-        return cast(SplitWriter, handle).begin_publish(path, guard)
-    begin = partial(cast(SplitWriter, handle.inner).begin_publish, path, guard)
-    return device.around_sent("publish", 0, begin)
+    return _begun(device, "publish", 0, partial(_split_writer(handle).begin_publish, path, guard))
 
 
 def begin_retire(device: Device, path: str) -> Sent[None] | None:
     """Device.retire in two halves; None where it has none."""
     disk = host_disk(device)
-    if disk is None or not isinstance(device, DeviceWrapper):
-        return None if disk is None else disk.begin_retire(path)
-    return device.around_sent("retire", 0, partial(disk.begin_retire, path))
+    return disk and _begun(device, "retire", 0, partial(disk.begin_retire, path))
 
 
 def begin_hold(device: Device, offset: int, nbytes: int) -> Sent[Hold] | None:
     """Device.hold in two halves; None where it has none."""
     disk = host_disk(device)
-    if disk is None or not isinstance(device, DeviceWrapper):
-        return None if disk is None else disk.begin_hold(offset, nbytes)
-    sent = device.around_sent("lock", 0, partial(disk.begin_hold, offset, nbytes))
-    return None if sent is None else sent.then(partial(WrappedHold, device))
+    return disk and _begun(device, "lock", 0, partial(disk.begin_hold, offset, nbytes), WrappedHold)
 
 
 def begin_finish(device: Device | None, hold: Hold, offset: int, data: bytes) -> Sent[None] | None:
     """Hold.finish on this device in two halves; None where it has none."""
     if device is None or host_disk(device) is None:
         return None
-    if not isinstance(hold, WrappedHold) or not isinstance(device, DeviceWrapper):
-        return cast(SplitHold, hold).begin_finish(offset, data)
-    begin = partial(cast(SplitHold, hold.inner).begin_finish, offset, data)
-    return device.around_sent("register", len(data), begin)
+    inner = cast(SplitHold, hold.inner if isinstance(hold, WrappedHold) else hold)
+    return _begun(device, "register", len(data), partial(inner.begin_finish, offset, data))
+
+
+def _begun(
+    device: Device,
+    operation: str,
+    nbytes: int,
+    begin: Callable[[], Sent[T] | None],
+    wrap: Callable[[DeviceWrapper, T], T] = lambda _, made: made,
+) -> Sent[T] | None:
+    """A call that is begun, through the wrapper of its device where it has one; what comes of it is
+    wrapped, too."""
+    if not isinstance(device, DeviceWrapper):
+        return begin()
+    sent = device.around_sent(operation, nbytes, begin)
+    return sent and sent.then(partial(wrap, device))
+
+
+def _split_writer(handle: WriteHandle) -> SplitWriter:
+    """A new file on a disk of another host, beneath its wrapper."""
+    return cast(SplitWriter, handle.inner if isinstance(handle, WrappedWriter) else handle)

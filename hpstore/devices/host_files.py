@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,14 +20,23 @@ from hpstore.runtime.split_calls import Sent, Unfinished
 _COMMIT_TRIES = 16  # while sweeps raise the horizon
 
 
+class OpenFile(NamedTuple):
+    """What was answered of a file that was opened: bytes of both its ends come along."""
+
+    handle: str
+    stamp: Stamp
+    first: bytes
+    last: bytes
+
+
 class HostRoot(Protocol):
     """What an open file needs of its device."""
 
     url: str
     bodies: HostLinks  # for bytes of open files
 
-    def open_handle(self, path: str) -> tuple[str, Stamp, bytes]:
-        """A handle and the stamp of a file, and its first bytes."""
+    def open_handle(self, path: str) -> OpenFile:
+        """A file that is open from now on, and its first bytes."""
 
     def checked_horizon(self, guard: NameGuard) -> bytes:
         """The sector by which a guard allows a name."""
@@ -51,25 +60,31 @@ class HostReader:
 
     descriptor = -1
 
-    def __init__(
-        self, device: HostRoot, links: HostLinks, path: str, opened: tuple[str, Stamp, bytes]
-    ) -> None:
-        """`opened`: as HostRoot.open_handle has it."""
+    def __init__(self, device: HostRoot, links: HostLinks, path: str, opened: OpenFile) -> None:
         self._device, self._links, self._path = device, links, path
         self._closed = False
-        self._handle, self._stamp, self._first = opened
+        self._handle, self._stamp, self._first, self._last = opened
         self.size_bytes = self._stamp[2]
         self._lock = threading.Lock()  # guards _handle while it is replaced
 
     def holds(self, offset: int, nbytes: int) -> bool:
         """As ReadAhead has it."""
-        return offset + nbytes <= len(self._first)
+        return self._came_along(offset, nbytes) is not None
+
+    def _came_along(self, offset: int, nbytes: int) -> bytes | None:
+        """Bytes that came with the answer that it is open."""
+        end, first, last = offset + nbytes, self._first, self._last
+        if end <= len(first):
+            return first[offset:end]
+        start = offset - (self.size_bytes - len(last))
+        return last[start : start + nbytes] if start >= 0 and end <= self.size_bytes else None
 
     def read_into(self, offset: int, target: Bytes) -> None:
-        view, first = target.data.cast("B"), self._first
-        if offset + len(view) <= len(first):
+        view = target.data.cast("B")
+        found = self._came_along(offset, len(view))
+        if found is not None:
             self._open_handle()
-            view[:] = first[offset : offset + len(view)]
+            view[:] = found
             return
         self._first = b""  # what is read on needs it no more
         for start in range(0, len(view), MOST_BODY_BYTES):
@@ -95,7 +110,7 @@ class HostReader:
             if self._open_handle() != gone:
                 return self._handle  # another thread was here
             try:
-                handle, stamp, _ = self._device.open_handle(self._path)
+                handle, stamp, *_ = self._device.open_handle(self._path)
             except FileNotFoundError as error:
                 raise self._replaced() from error
             if stamp != self._stamp:
@@ -137,6 +152,12 @@ class HostWriter:
 
     def sync(self) -> None:
         self._links.call("sync", {"handle": self._handle}, again=True)
+
+    def seal(self, first: Bytes, offset: int, last: Bytes) -> None:
+        """As SplitWriter has it."""
+        args: dict[str, object] = {"handle": self._handle, "offset": offset}
+        parts = [np.ascontiguousarray(part).data.cast("B") for part in (first, last)]
+        self._links.call("seal", {**args, "first": len(first)}, bodies=parts, again=True)
 
     def publish(self, path: str, guard: NameGuard | None = None) -> None:
         """As of any device; the name is durable on return."""

@@ -22,12 +22,12 @@ from hpstore.format.keys import MAX_KEY_BYTES, MAX_NAME_BYTES
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.units import KIB, MIB
 
-PROTOCOL = 3
+PROTOCOL = 4
 DEFAULT_PORT = 7200
 SCHEME = "hpd://"
 MOST_BODY_BYTES = 8 * MIB  # of one request; more is several
 MOST_NEW_FILE_BYTES = 512 * KIB  # of a file that is made by one request
-MOST_AHEAD_BYTES = 256 * KIB  # of a file that comes with the answer that it is open
+MOST_AHEAD_BYTES = 256 * KIB  # of either end of a file, with the answer that it is open
 MOST_ANSWER_BYTES = 256 * MIB  # of names: a directory of some million objects
 MOST_CLOSED = 64  # handles that one request gives up
 MOST_LISTED = 1024  # directories that one request names
@@ -45,7 +45,7 @@ _HANDLE = re.compile(r"[0-9a-f]{32}")
 _MOST_PATH_BYTES = 3 * MAX_KEY_BYTES + 2 * MAX_NAME_BYTES
 _ROOT_FILE = re.compile(r"[a-z][a-z-]{0,40}(?:\.json)?")
 _FOLDERS = ("objects", "tmp", "recycle", "debts", "quarantine")
-_OPENED = re.compile(rb"([0-9]{1,20}) (-?[0-9]{1,20}) ([0-9]{1,20})\n")
+_OPENED = re.compile(rb"([0-9]{1,20}) (-?[0-9]{1,20}) ([0-9]{1,20}) ([0-9]{1,7})\n")
 _HELD = re.compile(rb"([+-])(?:([0-9]{1,20}) (-?[0-9]{1,20}) ([0-9]{1,20}))?\n")
 _DIRECTORY, _FILE = b"d", b"f"
 
@@ -163,21 +163,23 @@ def check_directory_path(value: object) -> str:
     return value
 
 
-def encode_opened(stamp: tuple[int, int, int], first: bytes) -> bytes:
-    """What is answered of a file that was opened: inode, time, size and its first bytes."""
-    return b"%d %d %d\n%b" % (*stamp, first)
+def encode_opened(stamp: tuple[int, int, int], first: bytes, last: bytes) -> bytes:
+    """What is answered of a file that was opened: inode, time, size, its first and last bytes."""
+    return b"%d %d %d %d\n%b%b" % (*stamp, len(first), first, last)
 
 
-def decode_opened(data: bytes) -> tuple[tuple[int, int, int], bytes]:
+def decode_opened(data: bytes) -> tuple[tuple[int, int, int], bytes, bytes]:
     """Inverse of encode_opened. Raises IntegrityError."""
     match = _OPENED.match(data)
     if match is None:
         raise IntegrityError("a file that was opened has no inode, time and size")
-    inode, changed, size = map(int, match.groups())
-    first = data[match.end() :]
-    if len(first) > min(size, MOST_AHEAD_BYTES):
+    inode, changed, size, border = map(int, match.groups())
+    border += match.end()
+    first, last = data[match.end() : border], data[border:]
+    most = min(size, MOST_AHEAD_BYTES)
+    if border > len(data) or len(first) > most or len(last) > most:
         raise IntegrityError("a file has more bytes than its size")
-    return (inode, changed, size), first
+    return (inode, changed, size), first, last
 
 
 def encode_held(taken: bool, record: tuple[int, int, int] | None, content: bytes) -> bytes:

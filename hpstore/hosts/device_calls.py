@@ -9,14 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from hpstore.devices.base import RECYCLE, REGISTERS_BYTES, TMP
+from hpstore.devices.base import RECYCLE, REGISTERS_BYTES
 from hpstore.devices.file_handles import LocalReader, LocalWriter
 from hpstore.devices.holds import LocalHold
 from hpstore.devices.horizon_guard import (
     COUNTER_BYTES,
     HORIZON,
-    MARK,
-    RecordStamp,
     SectorGuard,
     SectorMoved,
     decode_counter,
@@ -27,7 +25,6 @@ from hpstore.errors import DeviceError, IntegrityError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
     DATA_PORT,
-    MOST_AHEAD_BYTES,
     MOST_BODY_BYTES,
     MOST_LISTED,
     MOST_NEW_FILE_BYTES,
@@ -44,15 +41,26 @@ from hpstore.format.host_calls import (
 )
 from hpstore.format.keys import OBJECTS
 from hpstore.format.records import MAX_RECORD_BYTES
-from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
+from hpstore.format.untrusted_bytes import MALFORMED, brief
+from hpstore.hosts.call_arguments import (
+    as_ahead,
+    as_aligned,
+    as_counter,
+    as_flag,
+    as_held_size,
+    as_offset,
+    as_piece,
+    as_size,
+    as_stamp,
+    below,
+    not_unfinished,
+    number,
+)
 from hpstore.hosts.caller_roles import CallerRole, require
 from hpstore.hosts.caller_sessions import CallerSessions, HeldFile
 from hpstore.runtime.buffers import aligned_array
 
 T = TypeVar("T")
-_MOST = 1 << 64  # of an inode's number
-_MOST_FILE_BYTES = 1 << 50
-_MOST_HELD_BYTES = REGISTERS_BYTES  # of registers that one hold reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,61 +96,6 @@ class DiskOperation:
             return {name: check(args[name]) for name, check in self.checks.items()}
         except MALFORMED as error:
             raise IntegrityError(f"an argument is wrong: {brief(error)}") from error
-
-
-def _offset(value: object) -> int:
-    return whole(value, "an offset", most=_MOST_FILE_BYTES)
-
-
-def _aligned(value: object) -> int:
-    found = _offset(value)
-    if found % ALIGNMENT_BYTES:
-        raise ValueError(f"an offset or a size is a multiple of {ALIGNMENT_BYTES}")
-    return found
-
-
-def _piece(value: object) -> int:
-    return whole(_aligned(value), "a size", least=ALIGNMENT_BYTES, most=MOST_BODY_BYTES)
-
-
-def _most(value: object) -> int:
-    return whole(value, "a size", most=MOST_BODY_BYTES)
-
-
-def _ahead(value: object) -> int:
-    return whole(_aligned(value), "a size", most=MOST_AHEAD_BYTES)
-
-
-def _held(value: object) -> int:
-    return whole(value, "a size", least=1, most=_MOST_HELD_BYTES)
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("a flag is true or false")
-    return value
-
-
-def _stamp_of(value: object) -> RecordStamp | None:
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or len(value) != 3:
-        raise ValueError("a stamp is three numbers")
-    inode, changed, size = (whole(part, "a stamp", most=_MOST) for part in value)
-    return inode, changed, size
-
-
-def _counter(value: object) -> str:
-    if value not in (HORIZON, MARK):
-        raise ValueError("no such counter")
-    return str(value)
-
-
-def number(args: Json, name: str) -> int:
-    """An argument that was checked to be one."""
-    value = args[name]
-    assert isinstance(value, int)
-    return value
 
 
 def _require_for_record(request: Request, what: str) -> None:
@@ -211,29 +164,32 @@ def _create_spare(device: LocalDevice, sessions: CallerSessions, request: Reques
 
 
 def _open(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
-    """Answers a file's stamp, and, where it is small, its bytes; of a larger one a page."""
+    """Answers a file's stamp, and, where it is small, its bytes; of a larger one a page, and as
+    much of its end as is asked for."""
     reader = device.open(str(request.args["path"]))
     try:
         status = os.fstat(reader.descriptor)
-        found = _first_bytes(reader, status.st_size, number(request.args, "ahead"))
+        size, ahead = status.st_size, number(request.args, "ahead")
+        first = _bytes_at(reader, size, 0, size if size <= ahead else min(ahead, ALIGNMENT_BYTES))
+        tail = min(number(request.args, "tail"), size - len(first))
+        last = _bytes_at(reader, size, size - tail, tail)
     except BaseException:
         reader.close()
         raise
     if device.in_memory:  # so that _read sends its pages as they are
         set_direct(reader.descriptor, on=False)
     _keep(sessions, request, HeldFile(reader, request.disk, reader.close, shared=True))
-    return encode_opened((status.st_ino, status.st_mtime_ns, status.st_size), found)
+    return encode_opened((status.st_ino, status.st_mtime_ns, size), first, last)
 
 
-def _first_bytes(reader: LocalReader, size: int, ahead: int) -> bytes:
-    """All of a file of up to `ahead` bytes, the first page of another; none where it cannot be
-    read so: the caller reads it then, and has the error."""
-    nbytes = size if size <= ahead else min(ahead, ALIGNMENT_BYTES)
-    if not nbytes or nbytes > size or nbytes % ALIGNMENT_BYTES:
+def _bytes_at(reader: LocalReader, size: int, offset: int, nbytes: int) -> bytes:
+    """Bytes of a file of `size`; none where it cannot be read so: the caller reads it then, and has
+    the error."""
+    if not nbytes or offset + nbytes > size or nbytes % ALIGNMENT_BYTES or offset % ALIGNMENT_BYTES:
         return b""
     page = aligned_array(nbytes)
     try:
-        reader.read_into(0, page)
+        reader.read_into(offset, page)
     except DeviceError:
         return b""
     return page.tobytes()
@@ -252,13 +208,27 @@ def _sync(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
     return b""
 
 
+def _seal(_: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
+    """Write both ends of a new file, and make all of it durable."""
+    border = number(request.args, "first")
+    first, last = request.body[:border], request.body[border:]
+    if not last or len(request.body) % ALIGNMENT_BYTES:
+        raise IntegrityError(f"what is written is a multiple of {ALIGNMENT_BYTES} bytes")
+    with sessions.use(request.session, str(request.args["handle"]), request.disk) as item:
+        writer = of_kind(item, LocalWriter)
+        writer.write(0, [np.frombuffer(first, np.uint8)])
+        writer.write(number(request.args, "offset"), [np.frombuffer(last, np.uint8)])
+        writer.sync()
+    return b""
+
+
 def _commit(device: LocalDevice, sessions: CallerSessions, request: Request) -> bytes:
     """Give a file its name if the horizon's sector is what the caller judged, and the membership
     what it saw; durable when it is answered. Answers '!' and the sector where it has moved."""
     path, handle = str(request.args["path"]), str(request.args["handle"])
     guard = None
     if request.args["guarded"] is True:
-        guard = SectorGuard(sector=request.body, record=_stamp_of(request.args["record"]))
+        guard = SectorGuard(sector=request.body, record=as_stamp(request.args["record"]))
     with sessions.use(request.session, handle, request.disk) as item:
         writer = of_kind(item, LocalWriter)
         try:
@@ -319,22 +289,17 @@ def _stamp(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
     return encode_json(device.stamp(str(request.args["path"])))
 
 
-def _delete(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
-    _require_for_record(request, "removing a record of membership")
-    device.delete(str(request.args["path"]))
-    return b""
+def _removal(
+    act: Callable[[LocalDevice, str], None],
+) -> Callable[[LocalDevice, CallerSessions, Request], bytes]:
+    """A call that takes a file away."""
 
+    def run(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
+        _require_for_record(request, "removing a record of membership")
+        act(device, str(request.args["path"]))
+        return b""
 
-def _retire(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
-    _require_for_record(request, "removing a record of membership")
-    device.retire(str(request.args["path"]))
-    return b""
-
-
-def _quarantine(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
-    _require_for_record(request, "removing a record of membership")
-    device.quarantine(str(request.args["path"]))
-    return b""
+    return run
 
 
 def _sync_directory(device: LocalDevice, _: CallerSessions, request: Request) -> bytes:
@@ -377,28 +342,8 @@ def _write_hold(_: LocalDevice, sessions: CallerSessions, request: Request) -> b
     return b""
 
 
-def _below(*folders: str) -> Callable[[object], str]:
-    """A check of paths below these folders."""
-
-    def check(value: object) -> str:
-        path = check_file_path(value)
-        if not path.startswith(tuple(f"{folder}/" for folder in folders)):
-            raise ValueError(f"the path is not below {' or '.join(folders)}")
-        return path
-
-    return check
-
-
-def _not_unfinished(value: object) -> str:
-    """A path of no file that is being written: those are their writers'."""
-    path = check_file_path(value)
-    if path.startswith(f"{TMP}/"):
-        raise ValueError("the path is below tmp")
-    return path
-
-
 _PATH = {"path": check_file_path}
-_NAMED = {"path": _not_unfinished}
+_NAMED = {"path": not_unfinished}
 _HANDLE = {"handle": check_handle}
 READ, WRITE, LOOK = "read", "write", "look"
 _RECORDS = ("records_read", "records_swap", "records_remove")
@@ -406,45 +351,55 @@ OPERATIONS: Mapping[str, DiskOperation] = {
     "hello": DiskOperation(role=CallerRole.READER, run=_hello),
     DATA_PORT: DiskOperation(role=CallerRole.READER, of_host=DATA_PORT),
     LOOK: DiskOperation(
-        role=CallerRole.READER, checks={"usage": _flag}, body_bytes=MOST_BODY_BYTES, of_host=LOOK
+        role=CallerRole.READER, checks={"usage": as_flag}, body_bytes=MOST_BODY_BYTES, of_host=LOOK
     ),
     "open": DiskOperation(
-        role=CallerRole.READER, checks={**_HANDLE, **_PATH, "ahead": _ahead}, run=_open
+        role=CallerRole.READER,
+        checks={**_HANDLE, **_PATH, "ahead": as_ahead, "tail": as_ahead},
+        run=_open,
     ),
     READ: DiskOperation(
         role=CallerRole.READER,
-        checks={**_HANDLE, "offset": _aligned, "nbytes": _piece, "whole": _flag},
+        checks={**_HANDLE, "offset": as_aligned, "nbytes": as_piece, "whole": as_flag},
     ),
     "read_small": DiskOperation(
-        role=CallerRole.READER, checks={**_PATH, "most": _most}, run=_read_small
+        role=CallerRole.READER, checks={**_PATH, "most": as_size}, run=_read_small
     ),
     "listings": DiskOperation(role=CallerRole.READER, body_bytes=MOST_BODY_BYTES, run=_listings),
     "stamp": DiskOperation(role=CallerRole.READER, checks=_PATH, run=_stamp),
     "counter_sector": DiskOperation(
-        role=CallerRole.READER, checks={"name": _counter}, run=_counter_sector
+        role=CallerRole.READER, checks={"name": as_counter}, run=_counter_sector
     ),
     "usage": DiskOperation(role=CallerRole.READER, run=_usage),
-    "probe": DiskOperation(role=CallerRole.READER, checks={"write": _flag}, run=_probe),
+    "probe": DiskOperation(role=CallerRole.READER, checks={"write": as_flag}, run=_probe),
     "close": DiskOperation(role=CallerRole.READER, checks=_HANDLE, run=_give_up),
     "create": DiskOperation(
-        role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": _offset, "vital": _flag}, run=_create
+        role=CallerRole.WRITER,
+        checks={**_HANDLE, "nbytes": as_offset, "vital": as_flag},
+        run=_create,
     ),
     "new_file": DiskOperation(
         role=CallerRole.WRITER,
-        checks={**_HANDLE, "vital": _flag, "sync": _flag},
+        checks={**_HANDLE, "vital": as_flag, "sync": as_flag},
         body_bytes=MOST_NEW_FILE_BYTES,
         run=_new_file,
     ),
     "create_spare": DiskOperation(
-        role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": _offset}, run=_create_spare
+        role=CallerRole.WRITER, checks={**_HANDLE, "nbytes": as_offset}, run=_create_spare
     ),
     WRITE: DiskOperation(
-        role=CallerRole.WRITER, checks={**_HANDLE, "offset": _aligned}, body_bytes=MOST_BODY_BYTES
+        role=CallerRole.WRITER, checks={**_HANDLE, "offset": as_aligned}, body_bytes=MOST_BODY_BYTES
     ),
     "sync": DiskOperation(role=CallerRole.WRITER, checks=_HANDLE, run=_sync),
+    "seal": DiskOperation(
+        role=CallerRole.WRITER,
+        checks={**_HANDLE, "offset": as_aligned, "first": as_piece},
+        body_bytes=MOST_NEW_FILE_BYTES,
+        run=_seal,
+    ),
     "commit": DiskOperation(
         role=CallerRole.WRITER,
-        checks={**_HANDLE, "path": _below(OBJECTS, RECYCLE), "guarded": _flag, "record": _stamp_of},
+        checks={**_HANDLE, "path": below(OBJECTS, RECYCLE), "guarded": as_flag, "record": as_stamp},
         body_bytes=COUNTER_BYTES,
         run=_commit,
     ),
@@ -455,22 +410,30 @@ OPERATIONS: Mapping[str, DiskOperation] = {
     "takes_records": DiskOperation(role=CallerRole.KEEPER, run=_takes_records),
     "swap_counter_sector": DiskOperation(
         role=CallerRole.WRITER,
-        checks={"name": _counter, "expected_bytes": _most},
+        checks={"name": as_counter, "expected_bytes": as_size},
         body_bytes=2 * COUNTER_BYTES,
         run=_swap_counter_sector,
     ),
-    "delete": DiskOperation(role=CallerRole.WRITER, checks=_NAMED, run=_delete),
-    "retire": DiskOperation(role=CallerRole.WRITER, checks=_NAMED, run=_retire),
-    "quarantine": DiskOperation(role=CallerRole.WRITER, checks=_NAMED, run=_quarantine),
+    "delete": DiskOperation(
+        role=CallerRole.WRITER, checks=_NAMED, run=_removal(LocalDevice.delete)
+    ),
+    "retire": DiskOperation(
+        role=CallerRole.WRITER, checks=_NAMED, run=_removal(LocalDevice.retire)
+    ),
+    "quarantine": DiskOperation(
+        role=CallerRole.WRITER, checks=_NAMED, run=_removal(LocalDevice.quarantine)
+    ),
     "sync_directory": DiskOperation(role=CallerRole.WRITER, checks=_PATH, run=_sync_directory),
     "sync_removals": DiskOperation(role=CallerRole.WRITER, run=_sync_removals),
     "sweep": DiskOperation(role=CallerRole.WRITER, run=_sweep),
     "hold": DiskOperation(
-        role=CallerRole.WRITER, checks={**_HANDLE, "offset": _offset, "nbytes": _held}, run=_hold
+        role=CallerRole.WRITER,
+        checks={**_HANDLE, "offset": as_offset, "nbytes": as_held_size},
+        run=_hold,
     ),
     "write_hold": DiskOperation(
         role=CallerRole.WRITER,
-        checks={**_HANDLE, "offset": _offset, "last": _flag},
+        checks={**_HANDLE, "offset": as_offset, "last": as_flag},
         body_bytes=REGISTERS_BYTES,
         run=_write_hold,
     ),

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ import numpy as np
 from hpstore.devices.file_handles import LocalReader, LocalWriter
 from hpstore.devices.o_direct import is_direct
 from hpstore.errors import BudgetExceeded, DeviceError, HpstoreError, IntegrityError
-from hpstore.format.disk_looks import decode_wanted, encode_looks
+from hpstore.format.disk_looks import DiskLook, decode_wanted, encode_looks
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.format.host_calls import (
     ABSENT,
@@ -40,6 +40,7 @@ from hpstore.format.host_calls import (
 )
 from hpstore.format.untrusted_bytes import brief
 from hpstore.hosts.admission import Admitted
+from hpstore.hosts.call_arguments import number
 from hpstore.hosts.caller_roles import RoleTooLow, require
 from hpstore.hosts.caller_sessions import CallerSessions, UnknownHandle
 from hpstore.hosts.device_calls import (
@@ -49,7 +50,6 @@ from hpstore.hosts.device_calls import (
     WRITE,
     DiskOperation,
     Request,
-    number,
     of_kind,
 )
 from hpstore.hosts.exported_disk import ExportedDisk
@@ -230,11 +230,21 @@ class ServedConnection:
         if operation != LOOK:
             return use_records(self._shared.records, operation, self._role, body, reserve)
         looks = self._shared.looks.look(
-            decode_wanted(body), usage=request.args["usage"] is True, seconds=self._left_seconds()
+            decode_wanted(body),
+            usage=request.args["usage"] is True,
+            seconds=self._left_seconds(),
+            answer=self._answer_last,
         )
         found = encode_looks(looks)
         reserve(len(found))
         return found
+
+    def _answer_last(self, looks: Sequence[DiskLook]) -> None:
+        """Answer a look in the place of this connection's thread, which stands still in it."""
+        with contextlib.ExitStack() as reserved:
+            found = encode_looks(looks)
+            self._reserve(reserved, len(found))
+            self._answer(200, [found], last=True)
 
     def _reserve(self, reserved: contextlib.ExitStack, nbytes: int) -> None:
         """Have a large answer count as memory under way until it is sent: a caller that does not
@@ -273,9 +283,11 @@ class ServedConnection:
         offset, nbytes = number(request.args, "offset"), number(request.args, "nbytes")
         whole = request.args["whole"] is True
         piece = nbytes if whole else min(nbytes, self._shared.limits.piece_bytes)
-        if not whole and self._stream.sends_files and self._is_cached(request):
-            self._send_pages(disk, request, offset, nbytes)
-            return
+        if not whole and self._stream.sends_files:
+            with self._reader(request) as reader:
+                if not is_direct(reader.descriptor):
+                    self._send_pages(disk, reader, offset, nbytes)
+                    return
         lease = self._lease(piece)
         try:
             for start in range(0, nbytes, piece):
@@ -292,35 +304,30 @@ class ServedConnection:
         finally:
             lease.release()
 
-    def _is_cached(self, request: Request) -> bool:
-        """Whether a file is read by the page cache. Raises UnknownHandle."""
-        with self._reader(request) as reader:
-            return not is_direct(reader.descriptor)
-
     @contextlib.contextmanager
     def _reader(self, request: Request) -> Iterator[LocalReader]:
         handle = str(request.args["handle"])
         with self._shared.sessions.use(request.session, handle, request.disk) as item:
             yield of_kind(item, LocalReader)
 
-    def _send_pages(self, disk: ExportedDisk, request: Request, offset: int, nbytes: int) -> None:
+    def _send_pages(
+        self, disk: ExportedDisk, reader: LocalReader, offset: int, nbytes: int
+    ) -> None:
         """Answer with bytes of a file out of the page cache. Whatever goes wrong cuts the answer:
         the caller asks again then, for all at once."""
-        piece = self._shared.limits.piece_bytes
-        for start in range(0, nbytes, piece):
-            self._stream.limit(self._shared.limits.body_seconds)
-            head = b"" if start else _head(200, nbytes)
-            try:
-                with self._reader(request) as reader:
-                    self._stream.send_file(
-                        head,
-                        reader.descriptor,
-                        offset + start,
-                        min(piece, nbytes - start),
-                        lambda: disk.call(self._left_seconds()),
-                    )
-            except (HpstoreError, OSError) as error:
-                raise _Cut(str(error)) from error
+        limits = self._shared.limits
+        self._stream.limit(limits.body_seconds)
+        try:
+            self._stream.send_file(
+                _head(200, nbytes),
+                reader.descriptor,
+                offset,
+                nbytes,
+                lambda: disk.call(self._left_seconds()),
+                piece_bytes=limits.piece_bytes,
+            )
+        except (HpstoreError, OSError) as error:
+            raise _Cut(str(error)) from error
 
     def _read_piece(
         self, disk: ExportedDisk, request: Request, offset: int, target: memoryview

@@ -120,7 +120,7 @@ def settle(future: Future[Any], answer: object) -> None:
         future.set_result(answer)
 
 
-class _Quicker:
+class Quicker:
     """Which of two ways takes less time for a device: in turn, or side by side."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class Tours:
         self._jobs: queue.SimpleQueue[Tour | None] = queue.SimpleQueue()
         self.threads: list[threading.Thread] = []
         self._idle = 0
-        self._quicker: defaultdict[str, _Quicker] = defaultdict(_Quicker)  # by kind of call
+        self._quicker: defaultdict[str, Quicker] = defaultdict(Quicker)  # by kind of call
         self._under_way: set[Tour] = set()
         self._owing: dict[str, set[Future[Any]]] = {}  # device -> calls in which tours stood still
         self._closed = False

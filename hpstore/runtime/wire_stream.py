@@ -240,30 +240,43 @@ class WireStream:
         offset: int,
         nbytes: int,
         turn: Callable[[], AbstractContextManager[object]],
+        *,
+        piece_bytes: int,
     ) -> None:
         """Send a head and bytes of a file out of the page cache, which are copied nowhere.
 
-        The file is read within `turn()`, the other side is waited for outside of it. Raises OSError
-        in the middle of a message, also where the file cannot be read or ends early.
+        The file is read within `turn()`, the other side is waited for outside of it: as long as
+        limit() says for each `piece_bytes`. Raises OSError in the middle of a message, also where
+        the file cannot be read or ends early.
         """
         self._limit_sending()
-        done, until = 0, time.monotonic() + self._seconds
-        poll = select.poll()
-        poll.register(self._sock, select.POLLOUT)
+        done, began = 0, time.monotonic()
+        self._sock.sendall(head, socket.MSG_MORE)
+        self._sock.setblocking(False)
         try:
-            if head:
-                self._sock.sendall(head, socket.MSG_MORE)
-            self._sock.setblocking(False)
             while done < nbytes:
-                if not poll.poll(1000 * max(0.0, until - time.monotonic())):
-                    raise TimeoutError("what was sent is not taken")
-                with turn(), contextlib.suppress(BlockingIOError):  # room for less than a page
-                    count = os.sendfile(self._sock.fileno(), file, offset + done, nbytes - done)
-                    if not count:
-                        raise OSError(errno.EIO, "a file ends before its size")
-                    done += count
+                with turn():
+                    count = self._pages_taken(file, offset + done, nbytes - done)
+                if count == 0:
+                    raise OSError(errno.EIO, "a file ends before its size")
+                if count is None:
+                    self._wait_for_room(began + self._seconds * (1 + done // piece_bytes))
+                done += count or 0
         finally:
             self._sock.setblocking(True)
+
+    def _pages_taken(self, file: int, offset: int, nbytes: int) -> int | None:
+        """How much of a file the kernel has taken to be sent; None where it has no room."""
+        try:
+            return os.sendfile(self._sock.fileno(), file, offset, nbytes)
+        except BlockingIOError:
+            return None
+
+    def _wait_for_room(self, until: float) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        if not poll.poll(1000 * max(0.0, until - time.monotonic())):
+            raise TimeoutError("what was sent is not taken")
 
     def silent(self) -> bool:
         """Whether nothing came between two messages, not even the end of the connection."""

@@ -191,7 +191,7 @@ def request_seeds() -> list[bytes]:
         _request(
             "commit", bytes(512), handle=_HANDLE, path="objects/a/@1", guarded=False, record=None
         ),
-        _request("open", handle=_HANDLE, path="objects/a/@1", ahead=8192),
+        _request("open", handle=_HANDLE, path="objects/a/@1", ahead=8192, tail=4096),
         _request("read", handle=_HANDLE, offset=0, nbytes=4096, whole=False),
         _request("close", handle=_HANDLE),
     ]
@@ -209,6 +209,7 @@ def request_seeds() -> list[bytes]:
         _request("read_small", path="debts/x.json", most=100),
         _request("counter_sector", name="horizon.json"),
         _request("hold", handle=_HANDLE, offset=0, nbytes=512),
+        _request("seal", bytes(8192), handle=_HANDLE, offset=4096, first=4096),
         _request("write_hold", bytes(256), handle=_HANDLE, offset=0, last=True),
         _request("delete", path="objects/a/@1"),
     ]
@@ -333,7 +334,7 @@ HOST_TARGETS = (
     Target(
         name="host-opened",
         run=take_opened,
-        seeds=lambda: [encode_opened((1, 2, 4096), b"x" * 64)],
+        seeds=lambda: [encode_opened((1, 2, 4096), b"x" * 64, b"y" * 8)],
     ),
     Target(
         name="host-held",

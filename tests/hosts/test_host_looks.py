@@ -37,8 +37,10 @@ class HangingDisk(LocalDevice):
 
     free: threading.Event
     failing: Exception | None = None
+    waiting: int = 0
 
     def entries(self, path: str) -> list[DirectoryEntry]:
+        self.waiting += not self.free.is_set()
         self.free.wait(60)
         if self.failing is not None:
             raise self.failing
@@ -180,6 +182,23 @@ def test_a_small_put_and_a_small_get_take_few_requests(
     assert found == {"look": 3, "open": 4}
 
 
+def test_a_large_put_and_a_large_get_take_few_requests(
+    pool: tuple[hpstore.Pool, list[HangingDisk]],
+) -> None:
+    """Of each column: both ends of its file go with the sync, and its table comes with the answer
+    that it is open."""
+    opened, data = pool[0], b"x" * (8 * MIB)
+    opened.put("warm", data)
+    with counted() as found:
+        opened.put("k", data)
+    del found["look"], found["write"]
+    assert found == {"create": 6, "seal": 6, "commit": 6}
+    bytes(opened.get("k"))
+    with counted() as found:
+        assert bytes(opened.get("k")) == data
+    assert found == {"look": 3, "open": 4, "read": 8}  # two runs of a column
+
+
 def test_a_disk_that_hangs_holds_no_other(
     two: tuple[list[HangingDisk], list[HostDevice]],
 ) -> None:
@@ -199,6 +218,24 @@ def test_a_disk_that_hangs_holds_no_other(
     alone = look_at_disks(wanted[1:], usage=False)[0]
     assert isinstance(alone, DiskLook)
     assert alone.listings == [[("@1", False)]]
+
+
+def test_a_disk_that_hangs_keeps_few_threads_of_the_service(
+    two: tuple[list[HangingDisk], list[HostDevice]],
+) -> None:
+    """The thread that stands still in it, and those of its lane; not one for each look. What came
+    by the connection of that thread goes on by another one."""
+    disks, devices = two
+    wanted = [(device, ["objects"]) for device in devices]
+    disks[1].free.clear()
+    for _ in range(6):
+        good, late = look_at_disks(wanted, usage=False)
+        assert isinstance(good, DiskLook)
+        assert not good.late
+        assert isinstance(late, DiskLook)
+        assert late.late
+        assert devices[0].stamp("objects/none") is None
+    assert 1 <= disks[1].waiting <= 3
 
 
 def test_a_survey_goes_on_without_a_disk_that_hangs(

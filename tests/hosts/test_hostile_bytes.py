@@ -151,12 +151,18 @@ WRONG: dict[str, bytes] = {
     "a file of no whole pages": call(
         "new_file", handle="0" * 32, vital=False, sync=True, body=b"x" * 100
     ),
+    "ends of a file that are no whole pages": call(
+        "seal", handle="0" * 32, offset=4096, first=4096, body=bytes(4097)
+    ),
+    "a file without its end": call(
+        "seal", handle="0" * 32, offset=4096, first=4096, body=bytes(4096)
+    ),
     "a file of nothing": call("new_file", handle="0" * 32, vital=False, sync=True),
     "a file that is too large for one request": call(
         "new_file", handle="0" * 32, vital=False, sync=True, body=bytes(513 << 10)
     ),
     "more ahead than there may be": call(
-        "open", handle="0" * 32, path="objects/a/@1", ahead=1 << 20
+        "open", handle="0" * 32, path="objects/a/@1", ahead=1 << 20, tail=0
     ),
     "a name into tmp": call("delete", path="tmp/x"),
     "a commit beside objects": call(
@@ -203,7 +209,7 @@ def test_a_path_stays_below_the_disk(service: HostService, path: str, tmp_path: 
     handle = "0" * 32
     for request in (
         call("stamp", path=path),
-        call("open", handle=handle, path=path, ahead=0),
+        call("open", handle=handle, path=path, ahead=0, tail=0),
         call("read_small", path=path, most=100),
         call("write_small", path=path, body=b"x"),
         call("delete", path=path),

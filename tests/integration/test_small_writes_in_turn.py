@@ -19,7 +19,7 @@ from hpstore.agreement.register_slots import range_of
 from hpstore.agreement.registers import key_register
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ObjectNotFound
-from hpstore.runtime.call_tours import Tour, _Quicker
+from hpstore.runtime.call_tours import Tour, Quicker
 from tests.fault.common import Bench, Gates, payload
 
 LIMIT_SECONDS = 20.0
@@ -43,7 +43,7 @@ def gates() -> Iterator[Gates]:
 @pytest.fixture
 def in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tours are made whatever is quicker, and left only when they hang."""
-    monkeypatch.setattr(_Quicker, "in_turn", lambda _: True)
+    monkeypatch.setattr(Quicker, "in_turn", lambda _: True)
     monkeypatch.setattr("hpstore.runtime.call_tours.STILL_SECONDS", 0.3)
 
 

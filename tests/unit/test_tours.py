@@ -14,7 +14,7 @@ import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
-from hpstore.runtime.call_tours import _FIRST, _TRY_EVERY, WORKERS, Tour, Tours, _Quicker
+from hpstore.runtime.call_tours import _FIRST, _TRY_EVERY, WORKERS, Tour, Tours, Quicker
 from hpstore.runtime.deadline_wait import Patience
 from hpstore.runtime.scheduler import Scheduler
 
@@ -35,7 +35,7 @@ def released() -> Iterator[threading.Event]:
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tours are made whatever is quicker, and left only when they hang: on a busy machine a worker
     may not run for some milliseconds."""
-    monkeypatch.setattr(_Quicker, "in_turn", lambda _: True)
+    monkeypatch.setattr(Quicker, "in_turn", lambda _: True)
     monkeypatch.setattr("hpstore.runtime.call_tours.STILL_SECONDS", 0.3)
 
 
@@ -373,7 +373,7 @@ def test_late_ones_are_asked_on_demand(scheduler: Scheduler, released: threading
 
 def test_the_way_that_is_quicker_is_taken() -> None:
     """A round takes long now and then, or always; the way that was slower is tried again."""
-    found = _Quicker()
+    found = Quicker()
 
     def in_turn() -> int:
         return sum(found.in_turn() for _ in range(_TRY_EVERY))
@@ -451,7 +451,7 @@ def test_a_round_that_failed_says_nothing_of_its_way(
         raise DeviceError("broken")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Quicker, "in_turn", lambda _: False)
+        patch.setattr(Quicker, "in_turn", lambda _: False)
         found = scheduler.start({"a": lambda: 1, "b": fail}, brief="write")
         assert isinstance(found["b"].exception(LIMIT_SECONDS), DeviceError)
         found["a"].result(LIMIT_SECONDS)

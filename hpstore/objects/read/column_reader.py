@@ -28,6 +28,11 @@ WHOLE_OBJECT_BYTES = 256 * KIB
 header, table and units would be three. See docs/decisions/0032."""
 
 
+TAIL_BYTES = 8 * KIB
+"""Of the end of a column on another host: the table of one of up to 64 MiB comes with the header
+where it is read now. See docs/decisions/0168."""
+
+
 class _Whole:
     """A small file, read whole; a ReadHandle. The `file` stays open, held against recycling."""
 
@@ -173,24 +178,11 @@ def open_column(
     Raises FileNotFoundError when it is gone or being recycled, IntegrityError when it is damaged or
     holds something else.
     """
-    return _Opening(store, device_id, device, key, name, whole).made()
+    return ColumnOpening(store, device_id, device, key, name, whole=whole).made()
 
 
-def begin_column(
-    store: PoolContext,
-    device_id: str,
-    device: Device,
-    key: str,
-    name: ColumnName,
-    *,
-    whole: bool = False,
-) -> Sent[ColumnReader] | None:
-    """open_column in two halves; None where the device has none."""
-    return _Opening(store, device_id, device, key, name, whole).begin()
-
-
-class _Opening:
-    """A column that is being opened."""
+class ColumnOpening:
+    """A column that is opened, as open_column has it, in one half or in two."""
 
     def __init__(
         self,
@@ -199,6 +191,7 @@ class _Opening:
         device: Device,
         key: str,
         name: ColumnName,
+        *,
         whole: bool,
     ) -> None:
         self._pool_id, self._pool_key = store.view.record.pool_id, store.pool_key
@@ -207,10 +200,13 @@ class _Opening:
         self._path = path_on(device, key, name)
 
     def made(self) -> ColumnReader:
+        """Open it. Raises as open_column."""
         return self._finished(self._device.open(self._path))
 
     def begin(self) -> Sent[ColumnReader] | None:
-        sent = begin_open(self._device, self._path)
+        """The same in two halves; None where the device has none."""
+        tail = TAIL_BYTES if self._whole else 0
+        sent = begin_open(self._device, self._path, tail_bytes=tail)
         return None if sent is None else sent.then(self._opened)
 
     def _opened(self, handle: ReadHandle) -> ColumnReader:

@@ -16,7 +16,7 @@ from hpstore.devices.host_disks import host_disk
 from hpstore.errors import DeviceMissing
 from hpstore.format.keys import ColumnName
 from hpstore.objects.context import PoolContext
-from hpstore.objects.read.column_reader import ColumnReader, begin_column, open_column
+from hpstore.objects.read.column_reader import ColumnOpening, ColumnReader, open_column
 from hpstore.objects.survey import ColumnFile
 from hpstore.runtime.deadline_wait import Patience, wait_awake, wait_for_enough
 from hpstore.runtime.scheduler import outcome
@@ -110,7 +110,7 @@ def _opening(
     key, name = columns[0]
 
     def begin() -> Sent[Opened] | None:
-        sent = begin_column(store, device_id, device, key, name, whole=whole)
+        sent = ColumnOpening(store, device_id, device, key, name, whole=whole).begin()
         if sent is None:
             return None
 

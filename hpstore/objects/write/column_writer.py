@@ -17,7 +17,7 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.devices.base import Device, WriteHandle
 from hpstore.devices.horizon_guard import HorizonGuard, HorizonPassed, RecordReplaced
-from hpstore.devices.host_disks import begin_file, begin_publish, host_disk, make_file
+from hpstore.devices.host_disks import begin_file, begin_publish, host_disk, make_file, seal_file
 from hpstore.errors import DeviceError, DeviceTimeout, HpstoreError
 from hpstore.format.column_header import HEADER_BYTES, ColumnHeader, encode_header, encode_table
 from hpstore.format.keys import Kind, NameTags, Version
@@ -142,9 +142,7 @@ class ColumnWriter:
             return
         assert self._handle is not None
         page, tail = self._ends()
-        self._handle.write(0, [page])
-        self._handle.write(self.header.table_offset, [tail])
-        self._handle.sync()
+        seal_file(self.device, self._handle, page, self.header.table_offset, tail)
 
     def _ends(self) -> tuple[Bytes, Bytes]:
         """Header and table, as they are written."""
