@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 from hpstore.devices.horizon_guard import MARK
@@ -123,8 +122,7 @@ class HostLooks:
     ) -> DiskLook:
         began = time.monotonic()
         with disk.call(seconds) as device:
-            found = look_at(device, paths, usage=usage)
-        return replace(found, seconds=time.monotonic() - began)
+            return look_at(device, paths, usage=usage, began=began)
 
     def close(self) -> None:
         """Idempotent. A thread that hangs on its disk is left behind."""
@@ -132,8 +130,9 @@ class HostLooks:
         self._scheduler.close(_CLOSE_SECONDS)
 
 
-def look_at(device: LocalDevice, paths: Sequence[str], *, usage: bool) -> DiskLook:
-    """What a survey asks of a device; the stamp first, so that a wiped one does not look empty."""
+def look_at(device: LocalDevice, paths: Sequence[str], *, usage: bool, began: float) -> DiskLook:
+    """What a survey asks of a device; the stamp first, so that a wiped one does not look empty.
+    `began`: when its time began, by the monotonic clock."""
     stamp = device.stamp(POOL_FILE)
     listings = [list(map(tuple, device.entries(path))) for path in paths]
     space, mark = None, b""
@@ -145,6 +144,7 @@ def look_at(device: LocalDevice, paths: Sequence[str], *, usage: bool) -> DiskLo
         listings=listings,  # type: ignore[arg-type]  # tuples of a name and a flag
         mark=mark,
         usage=space,
+        seconds=time.monotonic() - began,
     )
 
 

@@ -54,7 +54,7 @@ def _stand_still(watch: RoundWatch) -> None:
         seen.append((under_way, set(left.calls), threading.get_ident() == mine))
         free.set()
 
-    tour = Tour({"a": int, "b": free.wait, "c": lambda: pytest.fail("it was made")})
+    tour = Tour({"a": int, "b": lambda: free.wait(10), "c": lambda: pytest.fail("it was made")})
     assert not watch.run(tour, leave)
     assert seen == [({"b"}, {"c"}, False)]
 
@@ -66,5 +66,5 @@ def test_what_fails_in_its_place_holds_no_thread(watch: RoundWatch) -> None:
         free.set()
         raise OSError("the connection has ended")
 
-    assert not watch.run(Tour({"a": free.wait}), leave)
+    assert not watch.run(Tour({"a": lambda: free.wait(10)}), leave)
     assert watch.run(Tour({"a": int}), leave)
