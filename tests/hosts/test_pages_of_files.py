@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ pytest.importorskip("httptools", reason="needs the extra hosts")
 
 from hpstore.devices import local_files
 from hpstore.devices.host_device import HostDevice
+from hpstore.devices.host_files import HostReader
 from hpstore.devices.local import LocalDevice
 from hpstore.devices.mount_table import MountEntry
 from hpstore.errors import DeviceError
@@ -129,6 +133,17 @@ def test_who_does_not_read_keeps_no_call_of_the_disk(
 ) -> None:
     """An answer waits for its reader: other calls of the disk go on, which takes one at a time."""
     reader = device.open(PATH)
+    with _who_reads_a_byte(service, device, reader):
+        for _ in range(20):
+            assert device.stamp(PATH) is not None
+    reader.close()
+
+
+@contextmanager
+def _who_reads_a_byte(
+    service: HostService, device: HostDevice, reader: HostReader
+) -> Iterator[None]:
+    """A caller who has asked for all of a file and has the first byte of the answer."""
     args = {"handle": reader._handle, "offset": 0, "nbytes": SIZE, "whole": False}
     head = (
         f"POST /v1/0/read HTTP/1.1\r\nHost: x\r\nHpd-Session: {device._links._session}\r\n"
@@ -139,8 +154,26 @@ def test_who_does_not_read_keeps_no_call_of_the_disk(
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.sendall(head.encode())
         assert slow.recv(1) == b"H"
-        for _ in range(20):
-            assert device.stamp(PATH) is not None
+        yield
+
+
+def test_who_does_not_read_for_too_long_is_cut(
+    device: HostDevice, service: HostService, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the limit of a piece for each that was taken."""
+    reader, ended = device.open(PATH), threading.Event()
+    limits = replace(service._shared.limits, body_seconds=0.05)
+    service._shared = replace(service._shared, limits=limits)
+    plain = WireStream.close
+
+    def close(stream: WireStream) -> None:
+        plain(stream)
+        ended.set()
+
+    with _who_reads_a_byte(service, device, reader):
+        monkeypatch.setattr(WireStream, "close", close)
+        assert ended.wait(10)
+        assert sent == []
     reader.close()
 
 
