@@ -19,7 +19,7 @@ from hpstore.agreement.register_slots import range_of
 from hpstore.agreement.registers import key_register
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import ObjectNotFound
-from hpstore.runtime.call_tours import Tour, Quicker
+from hpstore.runtime.call_tours import Quicker, Tour
 from tests.fault.common import Bench, Gates, payload
 
 LIMIT_SECONDS = 20.0

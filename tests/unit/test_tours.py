@@ -14,7 +14,7 @@ import pytest
 
 from hpstore.devices.wrappers import SimulatedCrash
 from hpstore.errors import AlreadyClosed, DeviceError, DeviceTimeout
-from hpstore.runtime.call_tours import _FIRST, _TRY_EVERY, WORKERS, Tour, Tours, Quicker
+from hpstore.runtime.call_tours import _FIRST, _TRY_EVERY, WORKERS, Quicker, Tour, Tours
 from hpstore.runtime.deadline_wait import Patience
 from hpstore.runtime.scheduler import Scheduler
 
