@@ -244,13 +244,17 @@ def begin_publish(
 def begin_retire(device: Device, path: str) -> Sent[None] | None:
     """Device.retire in two halves; None where it has none."""
     disk = host_disk(device)
-    return disk and _begun(device, "retire", 0, partial(disk.begin_retire, path))
+    if disk is None:
+        return None
+    return _begun(device, "retire", 0, partial(disk.begin_retire, path))
 
 
 def begin_hold(device: Device, offset: int, nbytes: int) -> Sent[Hold] | None:
     """Device.hold in two halves; None where it has none."""
     disk = host_disk(device)
-    return disk and _begun(device, "lock", 0, partial(disk.begin_hold, offset, nbytes), WrappedHold)
+    if disk is None:
+        return None
+    return _begun(device, "lock", 0, partial(disk.begin_hold, offset, nbytes), WrappedHold)
 
 
 def begin_finish(device: Device | None, hold: Hold, offset: int, data: bytes) -> Sent[None] | None:

@@ -111,7 +111,11 @@ class HostLooks:
         futures |= self._scheduler.start(left.calls)
         wait_awake(futures.values(), max(0.0, wait - (time.monotonic() - began)))
         self._note(in_turn=True, seconds=(time.monotonic() - began) / len(futures))
-        answer({name: outcome(future, name, wait) for name, future in futures.items()})
+        found: dict[str, DiskLook | Exception] = {}
+        for name, future in futures.items():
+            look = outcome(future, name, wait)
+            found[name] = look
+        answer(found)
 
     def _answered(self, future: Future[DiskLook]) -> None:
         with self._lock:
