@@ -248,7 +248,7 @@ def _use(device: HostDevice) -> None:
         lambda: device.hold(0, 512).release(),
         lambda: look_at_disks([(device, ["objects/a"])], usage=True),
         lambda: _collected(begin_look([(device, ["objects/a"])], usage=True)),
-        lambda: _collected(device.begin_open("objects/a/@1")),
+        lambda: _collected(device.begin_open("objects/a/@1", tail_bytes=4096)),
     )
     for call in calls:
         with contextlib.suppress(HpstoreError, FileNotFoundError, Unfinished):
@@ -273,7 +273,7 @@ def answer_seeds() -> list[bytes]:
         hello,
         hello + _answer(b"[1000,500,0,10,5,false]"),
         hello + _answer(b"[1,2,4096]") * 3,
-        hello + _answer(b"1 2 8192\n" + bytes(4096)) * 8,
+        hello + _answer(encode_opened((1, 2, 8192), bytes(4096), b"")) * 8,
         hello + _answer(encode_held(True, (1, 2, 3), bytes(512))) * 8,
         hello + _answer(encode_looks([_LOOK])) * 8,
         hello + _answer(b"f@1\0da\0\0") * 3,
