@@ -330,14 +330,6 @@ class PoolContext:
             )
         return marks
 
-    def device(self, device_id: str) -> Device:
-        """A device of the view as it is now. Raises DeviceMissing for one that has left since the
-        caller saw it there."""
-        found = self.view.devices.get(device_id)
-        if found is None:
-            raise DeviceMissing(f"device {device_id[:8]} has left the pool", device=device_id)
-        return found
-
     def generation_on(self, device_id: str, device: Device) -> int:
         """The membership generation that a device itself records.
 

@@ -24,13 +24,13 @@ from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.remove_dataset import delete_if_there
 from hpstore.loaders.dataset.stored_manifests import require_pool, written_parts
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
-from hpstore.loaders.ingestion.ingest_run import fields_by_look, records_of
+from hpstore.loaders.ingestion.ingest_run import fields_by_look
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import discard, replaceable
 from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import ENDINGS, SourceFormat, format_of
 from hpstore.loaders.ingestion.source_paths import is_remote, local_path, source_files
-from hpstore.loaders.ingestion.write_order import IngestPosition
+from hpstore.loaders.ingestion.write_order import IngestPosition, records_of
 from hpstore.loaders.ingestion.write_part import (
     LINEAGE,
     PartJob,

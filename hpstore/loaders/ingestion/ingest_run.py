@@ -35,19 +35,18 @@ from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgre
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import PartsWriter, Target, is_published, replaceable
 from hpstore.loaders.ingestion.sample_source import (
-    BlockwiseSource,
     FieldsChanged,
     IndexedSource,
     Source,
+    require_unchanged,
 )
 from hpstore.loaders.ingestion.source_rows import GROUP_BYTES, SourceItem
 from hpstore.loaders.ingestion.write_order import (
     WINDOW_BYTES,
-    BlockRecords,
     IngestPosition,
-    NumberedRecords,
     PlacedRows,
     Records,
+    records_of,
 )
 from hpstore.loaders.writer.dataset_writer import require_same_fields
 from hpstore.loaders.writer.shuffle_on_write import shuffle_seed
@@ -452,31 +451,6 @@ class _Run:
             'samples are kept and the same call goes on from there. on_error="skip" (--on-error '
             "skip) leaves bad records out"
         )
-
-
-def require_unchanged(source: Source, before: str) -> None:
-    """Raise IngestError where files were changed while they were read. `before`: the fingerprint
-    that the source had."""
-    if not source.by_files:
-        return
-    try:
-        now = source.fingerprint()
-    except OSError as error:
-        now = str(error)
-    if now != before:
-        raise IngestError(
-            f"{source.where} was changed while it was read (fingerprint {before}, now {now}): "
-            "samples may be of both. Nothing of them is visible; resume=False (--restart) reads it "
-            "again"
-        )
-
-
-def records_of(source: Source, seed: int | None, window_bytes: int, workers: int) -> Records:
-    """The records of a source in the order of writing; `seed` None: in that of the source."""
-    if isinstance(source, IndexedSource):
-        return NumberedRecords(source, seed, workers)
-    assert isinstance(source, BlockwiseSource)
-    return BlockRecords(source, seed, window_bytes)
 
 
 def fields_by_look(

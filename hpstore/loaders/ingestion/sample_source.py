@@ -71,6 +71,23 @@ class Source(ABC):
         self.restrict(list(fields), fields)
 
 
+def require_unchanged(source: Source, before: str) -> None:
+    """Raise IngestError where files were changed while they were read. `before`: the fingerprint
+    that the source had."""
+    if not source.by_files:
+        return
+    try:
+        now = source.fingerprint()
+    except OSError as error:
+        now = str(error)
+    if now != before:
+        raise IngestError(
+            f"{source.where} was changed while it was read (fingerprint {before}, now {now}): "
+            "samples may be of both. Nothing of them is visible; resume=False (--restart) reads it "
+            "again"
+        )
+
+
 def printable(name: str) -> str:
     """The name of a file as text that can be recorded: bytes that are no UTF-8 with backslashes."""
     return name.encode(errors="backslashreplace").decode()

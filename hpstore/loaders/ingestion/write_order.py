@@ -16,7 +16,7 @@ import numpy as np
 
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.ingestion.read_ahead import read_ahead
-from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource
+from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, Source
 from hpstore.loaders.ingestion.source_rows import GROUP_BYTES, SourceItem, SourceRows, pieces
 from hpstore.loaders.ingestion.window_rows import WindowRows
 from hpstore.loaders.sampling.order import GlobalOrder, Order, SequentialOrder
@@ -242,3 +242,11 @@ class _Read:
 
 
 Records = NumberedRecords | BlockRecords
+
+
+def records_of(source: Source, seed: int | None, window_bytes: int, workers: int) -> Records:
+    """The records of a source in the order of writing; `seed` None: in that of the source."""
+    if isinstance(source, IndexedSource):
+        return NumberedRecords(source, seed, workers)
+    assert isinstance(source, BlockwiseSource)
+    return BlockRecords(source, seed, window_bytes)

@@ -18,10 +18,9 @@ from hpstore.loaders.dataset.dataset_manifest import DatasetManifest, part_key
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.stored_manifests import published_manifest
 from hpstore.loaders.ingestion.infer_fields import fitted, fitted_columns
-from hpstore.loaders.ingestion.ingest_run import records_of, require_unchanged
 from hpstore.loaders.ingestion.open_source import open_source
-from hpstore.loaders.ingestion.sample_source import Source
-from hpstore.loaders.ingestion.write_order import IngestPosition, PlacedRows
+from hpstore.loaders.ingestion.sample_source import Source, require_unchanged
+from hpstore.loaders.ingestion.write_order import IngestPosition, PlacedRows, records_of
 from hpstore.loaders.writer.dataset_writer import DatasetWriter
 from hpstore.pool.pool import Pool
 

@@ -30,7 +30,7 @@ header, table and units would be three. See docs/decisions/0032."""
 
 TAIL_BYTES = 8 * KIB
 """Of the end of a column on another host: the table of one of up to 64 MiB comes with the header
-where it is read now. See docs/decisions/0168."""
+where it is read now. See docs/decisions/0170."""
 
 
 class _Whole:

@@ -19,6 +19,7 @@ from hpstore.format.column_header import ColumnHeader
 from hpstore.objects.context import PoolContext
 from hpstore.objects.read.column_reader import ColumnReader, open_column
 from hpstore.objects.read.erasures import Erasures, rows_of
+from hpstore.objects.read.open_columns import member
 from hpstore.objects.read.read_plan import WindowPlan, plan_window
 from hpstore.objects.read.window_reads import WindowReads, read_held, spare_bytes
 from hpstore.objects.read_routing import HEDGE_COLUMNS, well_placed
@@ -219,7 +220,7 @@ def _read(
 
 
 def _open(reader: Hedged, found: ColumnFile) -> ColumnReader:
-    device = reader.store.device(found.device)
+    device = member(reader.store, found.device)
     return open_column(reader.store, found.device, device, reader.key, found.name)
 
 

@@ -27,6 +27,15 @@ Opened = list[ColumnReader | Exception]
 Wanted = Mapping[str, Sequence[tuple[str, ColumnName]]]  # by device: key and column
 
 
+def member(store: PoolContext, device_id: str) -> Device:
+    """A device of the pool as it is now. Raises DeviceMissing for one that has left since the
+    caller saw it there."""
+    found = store.view.devices.get(device_id)
+    if found is None:
+        raise DeviceMissing(f"device {device_id[:8]} has left the pool", device=device_id)
+    return found
+
+
 def open_together(
     store: PoolContext, wanted: Wanted, *, whole: bool, spare: Callable[[set[str]], bool] | None
 ) -> dict[str, Opened]:
@@ -103,7 +112,7 @@ def _opening(
     store: PoolContext, device_id: str, columns: Sequence[tuple[str, ColumnName]], whole: bool
 ) -> Callable[[], Opened]:
     """_open_all as a call, in two halves where it is one request. Raises DeviceMissing."""
-    device = store.device(device_id)
+    device = member(store, device_id)
     made = partial(_open_all, store, device_id, device, columns, whole)
     if len(columns) > 1 or host_disk(device) is None:
         return made
