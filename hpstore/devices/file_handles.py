@@ -125,6 +125,7 @@ class LocalWriter:
     ) -> None:
         self._device, self._file, self._name = device, fd, name
         self.recycled, self._vital = recycled, vital
+        self._unsynced: OSError | None = None  # why it can never be durable
 
     def fileno(self) -> int:
         """The descriptor, for calls while it is being made."""
@@ -165,9 +166,24 @@ class LocalWriter:
                 rows[0] = rows[0][written:]
 
     def sync(self) -> None:
-        self._call("fdatasync", lambda: os.fdatasync(self._file))
+        self._call("fdatasync", self._sync)
+
+    def _sync(self) -> None:
+        """Once it has failed it fails for ever: the kernel says of lost pages once, and a second
+        call, as of a request that is sent again, would say that all is well."""
+        self._require_synced()
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            self._unsynced = error
+            raise
+
+    def _require_synced(self) -> None:
+        if self._unsynced is not None:
+            raise OSError(self._unsynced.errno, f"{self._unsynced.strerror} (of an earlier sync)")
 
     def publish(self, path: str, guard: NameGuard | None = None) -> None:
+        self._call("publish", self._require_synced)
         # unlocked first: a forked child holds a copy of the descriptor, and with it the lock
         self._call("unlock", lambda: fcntl.flock(self._file, fcntl.LOCK_UN))
         self._call(f"rename to {path}", lambda: self._rename(path, guard))

@@ -23,13 +23,12 @@ from hpstore.devices.horizon_guard import (
     risen,
 )
 from hpstore.devices.host_files import HostHold, HostReader, HostWriter, OpenFile
-from hpstore.devices.host_links import HostLinks, Secure
+from hpstore.devices.host_links import HostLinks, Secure, require_protocol
 from hpstore.errors import ConfigError, DeviceError, HpstoreError, IntegrityError, LockTimeout
 from hpstore.format.host_calls import (
     DATA_PORT,
     MOST_BODY_BYTES,
     MOST_LISTED,
-    PROTOCOL,
     Json,
     decode_held,
     decode_listings,
@@ -112,14 +111,9 @@ class HostDevice:
         )
 
     def _described(self, answer: object) -> tuple[str, bool]:
-        found = answer if isinstance(answer, dict) else {}
-        if found.get("protocol") != PROTOCOL or found.get("mode") not in _MODES:
-            raise DeviceError(
-                f"device {self.url}: the host's service speaks protocol "
-                f"{str(found.get('protocol'))[:20]}, this process {PROTOCOL}. Nothing was changed; "
-                "upgrade the older one",
-                device=self.url,
-            )
+        found = require_protocol(answer, self.url)
+        if found.get("mode") not in _MODES:
+            raise DeviceError(f"device {self.url}: the host says no mode", device=self.url)
         return str(found["mode"]), found.get("folds_names") is True
 
     @property

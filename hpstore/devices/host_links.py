@@ -21,6 +21,7 @@ from hpstore.format.host_calls import (
     DATA_PORT,
     MOST_ANSWER_BYTES,
     MOST_CLOSED,
+    PROTOCOL,
     REFUSED,
     Json,
     decode_json,
@@ -38,6 +39,18 @@ _DOUBT_SECONDS = 0.5  # for an answer, after a call that got none
 _KEPT_IDLE = 4  # connections of a disk that wait for the next call
 _CLOSED_MOST = 4096  # handles that wait for a call to take them along
 _MOST_SENT_BYTES = 72 * KIB  # of a body: what the kernel takes at once on a fresh connection
+
+
+def require_protocol(answer: object, url: str) -> dict[str, object]:
+    """What a service answers to `hello`. Raises DeviceError where it speaks another protocol."""
+    found = answer if isinstance(answer, dict) else {}
+    if found.get("protocol") != PROTOCOL:
+        raise DeviceError(
+            f"device {url}: the host's service speaks protocol {str(found.get('protocol'))[:20]}, "
+            f"this process {PROTOCOL}. Nothing was changed; upgrade the older one",
+            device=url,
+        )
+    return found
 
 
 class HostLinks:
@@ -102,7 +115,9 @@ class HostLinks:
         limit = self._patience(None)
         fresh = self._connected(limit)
         try:
-            self._exchange(fresh, "hello", {}, (), None, limit, keep=False)
+            status, answer, _ = self._exchange(fresh, "hello", {}, (), None, limit, keep=False)
+            if status == 200:  # else the next call says what is wrong
+                require_protocol(self.decoded(answer), self.url)  # it may have been upgraded
         except HpstoreError:
             fresh.close()
             raise

@@ -62,12 +62,14 @@ class HostLooks:
         usage: bool,
         seconds: float,
         answer: Callable[[list[DiskLook]], None],
+        end: Callable[[], None],
     ) -> list[DiskLook]:
         """What each disk says, in the order of `wanted`. One that is asked alone has `seconds`;
         several have WAIT_SECONDS of them, and a while for each directory; those that have not
         answered by then are `late`.
 
-        Raises AnsweredElsewhere after another thread has passed this to `answer`.
+        Raises AnsweredElsewhere after another thread has passed this to `answer`, and has called
+        `end`, also where no answer could be made: the caller asks again.
         """
         calls = {
             str(number): partial(self._look, self._disks[number], paths, usage, seconds)
@@ -85,7 +87,13 @@ class HostLooks:
             found = self._scheduler.gather(calls, seconds, patience=patience)
         else:
             tour = Tour(calls)
-            leave = partial(self._leave, wait, lambda found: answer(_in_order(wanted, found)))
+
+            def leave(tour: Tour, began: float) -> None:
+                try:
+                    answer(_in_order(wanted, self._left(wait, tour, began)))
+                finally:
+                    end()
+
             if not self._watch.run(tour, leave):
                 raise AnsweredElsewhere("a look stood still")
             found = tour.results()
@@ -97,11 +105,9 @@ class HostLooks:
         with self._lock:
             self._quicker.note(in_turn=in_turn, seconds=seconds)
 
-    def _leave(
-        self, wait: float, answer: Callable[[Answers], None], tour: Tour, began: float
-    ) -> None:
-        """Answer a look that stands still: the disks that it has not come to are asked side by
-        side. By a thread of its own."""
+    def _left(self, wait: float, tour: Tour, began: float) -> Answers:
+        """The rest of a look that stands still: the disks that it has not come to are asked side
+        by side. By a thread of its own."""
         left = tour.leave()
         futures: dict[str, Future[DiskLook]] = left.answers
         for future in [future for future in futures.values() if not future.done()]:
@@ -109,13 +115,13 @@ class HostLooks:
                 self._owing.add(future)
             future.add_done_callback(self._answered)
         futures |= self._scheduler.start(left.calls)
-        wait_awake(futures.values(), max(0.0, wait - (time.monotonic() - began)))
+        wait_awake(futures.values(), wait)  # all of it: this process may have been stopped before
         self._note(in_turn=True, seconds=(time.monotonic() - began) / len(futures))
         found: dict[str, DiskLook | Exception] = {}
         for name, future in futures.items():
             look = outcome(future, name, wait)
             found[name] = look
-        answer(found)
+        return found
 
     def _answered(self, future: Future[DiskLook]) -> None:
         with self._lock:

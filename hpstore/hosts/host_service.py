@@ -6,7 +6,7 @@ import socket
 import time
 
 from hpstore.devices.local import LocalDevice
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, ThreadsExhausted
 from hpstore.hosts.admission import Admit, admit_all
 from hpstore.hosts.caller_sessions import CallerSessions
 from hpstore.hosts.data_connection import DataConnection
@@ -67,12 +67,18 @@ class HostService(Closing):
             except ConfigError:
                 self._listeners[0].close()
                 raise
+        try:
+            looks = HostLooks(self._disks)
+        except ThreadsExhausted:
+            for listener in self._listeners:
+                listener.close()
+            raise
         self._shared = Shared(
             disks=self._disks,
             sessions=CallerSessions(self._limits.handles),
             arena=BufferPool(ByteBudget(self._limits.arena_bytes)),
             limits=self._limits,
-            looks=HostLooks(self._disks),
+            looks=looks,
             records=records,
             data_port=None if data_port is None else self._listeners[1].address[1],
         )

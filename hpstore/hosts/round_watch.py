@@ -87,7 +87,9 @@ def _take_place(tour: Tour, began: float, leave: Leave, over: threading.Event) -
     def run() -> None:
         try:
             leave(tour, began)
-        except Exception:  # noqa: BLE001 (logged; the connection ends)
+        except OSError as error:  # who asked has gone
+            _log.debug("a look that stood still was not answered: %s", error)
+        except Exception:  # noqa: BLE001 (logged; the connection has ended)
             _log.exception("a look that stood still was not answered")
         finally:
             over.set()

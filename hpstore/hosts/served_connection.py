@@ -106,9 +106,15 @@ class ServedConnection:
         except OSError as error:
             _log.debug("a connection of %s ended: %s", self._who, error)
         finally:
-            self._stream.close()
-            if self._session is not None:
-                self._shared.sessions.leave(self._session)
+            self._end()
+
+    def _end(self) -> None:
+        """Close the connection and leave its session. Idempotent; also by the thread that answers
+        in this one's place, which may stand still for long."""
+        self._stream.close()
+        session, self._session = self._session, None
+        if session is not None:
+            self._shared.sessions.leave(session)
 
     def _one(self) -> bool:
         """One request; False when there is none any more, or the peer does not keep to the form."""
@@ -221,8 +227,8 @@ class ServedConnection:
     def _of_host(
         self, operation: str, request: Request, body: bytes, reserved: contextlib.ExitStack
     ) -> bytes:
-        """What is about no disk, or about several: these are looked at on threads of theirs, so
-        that one which hangs keeps none of the answer."""
+        """What is about no disk, or about several: one of them that hangs keeps none of the
+        answer (host_looks.py)."""
 
         reserve = partial(self._reserve, reserved)
         if operation == DATA_PORT:
@@ -234,6 +240,7 @@ class ServedConnection:
             usage=request.args["usage"] is True,
             seconds=self._left_seconds(),
             answer=self._answer_last,
+            end=self._end,
         )
         found = encode_looks(looks)
         reserve(len(found))

@@ -343,7 +343,8 @@ def writable_devices(
         if not device.takes_records():
             raise DeviceFull(f"{device.url} has no space for a record", device=device_id)
 
-    old, members = store.view.record, store.view.devices
+    view = store.view
+    old, members = view.record, view.devices
     answers = store.each(members, look, patience=PATIENCE)
     alive = {d for d, answer in answers.items() if not isinstance(answer, Exception)}
     alive -= store.refusing.keys()

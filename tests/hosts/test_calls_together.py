@@ -185,7 +185,7 @@ def test_a_lock_that_nobody_ends_goes_with_the_next_call(services: list[HostServ
     device.close()
 
 
-@pytest.mark.parametrize("older", ["hpstore.hosts.device_calls", "hpstore.devices.host_device"])
+@pytest.mark.parametrize("older", ["hpstore.hosts.device_calls", "hpstore.devices.host_links"])
 def test_an_older_service_or_process_is_refused_by_name(
     services: list[HostService], monkeypatch: pytest.MonkeyPatch, older: str
 ) -> None:
@@ -193,3 +193,17 @@ def test_an_older_service_or_process_is_refused_by_name(
     monkeypatch.setattr(f"{older}.PROTOCOL", PROTOCOL - 1)
     with pytest.raises(DeviceError, match=f"speaks protocol .*{PROTOCOL}.*upgrade the older"):
         HostDevice(f"hpd://127.0.0.1:{services[0].address[1]}/0", seconds=LIMIT_SECONDS)
+
+
+def test_a_service_that_was_upgraded_meanwhile_is_refused_by_name(
+    services: list[HostService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first call that opens something there after its restart."""
+    device = HostDevice(f"hpd://127.0.0.1:{services[0].address[1]}/0", seconds=LIMIT_SECONDS)
+    monkeypatch.setattr("hpstore.hosts.device_calls.PROTOCOL", PROTOCOL + 1)
+    device._links._anchor = (
+        None  # as after a restart: the connection that keeps the session is gone
+    )
+    with pytest.raises(DeviceError, match=f"speaks protocol {PROTOCOL + 1}.*upgrade the older"):
+        device.create(4096)
+    device.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,15 +22,16 @@ from hpstore.devices.host_disks import look_at_disks
 from hpstore.devices.host_links import HostLinks
 from hpstore.devices.local import LocalDevice
 from hpstore.errors import DeviceError, DeviceFull, DeviceMissing, VersionConflict
-from hpstore.format.disk_looks import DiskLook
+from hpstore.format.disk_looks import DiskLook, encode_looks
 from hpstore.format.host_calls import MOST_LISTED
 from hpstore.format.records import IDENTITY_FILE, POOL_FILE, Identity
-from hpstore.hosts import host_looks
+from hpstore.hosts import host_looks, served_connection
 from hpstore.hosts.host_service import HostService
 from hpstore.objects.survey import survey_key, survey_keys
 from hpstore.runtime.wire_stream import WireStream
 from hpstore.testing import PAGE, pattern, store
 from hpstore.units import MIB
+from tests.fault.common import poll
 
 
 class HangingDisk(LocalDevice):
@@ -236,6 +238,44 @@ def test_a_disk_that_hangs_keeps_few_threads_of_the_service(
         assert late.late
         assert devices[0].stamp("objects/none") is None
     assert 1 <= disks[1].waiting <= 3
+
+
+def test_who_ends_while_a_disk_hangs_holds_nothing_on_another(
+    two: tuple[list[HangingDisk], list[HostDevice]], tmp_path: Path
+) -> None:
+    """The thread that stands still in it keeps no session: what the process had open is gone."""
+    disks, devices = two
+    devices[0].create(PAGE)
+    assert len(list((tmp_path / "a" / "tmp").iterdir())) == 1
+    disks[1].free.clear()
+    look_at_disks([(device, ["objects"]) for device in devices], usage=False)
+    devices[0].close()
+    poll(20.0, lambda: not list((tmp_path / "a" / "tmp").iterdir()))
+    assert not disks[1].free.is_set()
+
+
+def test_a_look_that_cannot_be_answered_ends_its_connection_where_a_disk_hangs(
+    two: tuple[list[HangingDisk], list[HostDevice]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller asks again at once, not when the disk has come back."""
+    disks, devices = two
+    refused = []
+
+    def encode(looks: Sequence[DiskLook]) -> bytes:
+        if not refused:
+            refused.append(True)
+            raise DeviceError("short of memory")
+        return encode_looks(looks)
+
+    monkeypatch.setattr(served_connection, "encode_looks", encode)
+    disks[1].free.clear()
+    began = time.monotonic()
+    good, late = look_at_disks([(device, ["objects"]) for device in devices], usage=False)
+    assert refused
+    assert isinstance(good, DiskLook)
+    assert isinstance(late, DiskLook)
+    assert (good.late, late.late) == (False, True)
+    assert time.monotonic() - began < 15  # the limit of a call is 20 s
 
 
 def test_a_survey_goes_on_without_a_disk_that_hangs(

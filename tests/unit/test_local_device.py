@@ -408,3 +408,29 @@ def test_a_filesystem_without_fallocate_is_used_all_the_same(
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     store(device, "objects/s/@1", pattern(3 * PAGE))
     assert fetch(device, "objects/s/@1") == pattern(3 * PAGE).tobytes()
+
+
+def test_a_sync_that_has_failed_fails_again_and_nothing_gets_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says once that pages are lost: a sync that is asked for again, as by another host
+    whose answer was lost, must not pass for durable (PROTOCOL 4)."""
+    device = LocalDevice(str(tmp_path))
+    device.prepare()
+    writer = device.create(PAGE)
+    writer.write(0, [pattern(PAGE)])
+    real, failures = os.fdatasync, [OSError(errno.EIO, "Input/output error")]
+
+    def once(fd: int) -> None:
+        if failures:
+            raise failures.pop()
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", once)
+    for act in (writer.sync, writer.sync, lambda: writer.publish("objects/a")):
+        with pytest.raises(DeviceError, match="Input/output error"):
+            act()
+    writer.abort()
+    assert device.stamp("objects/a") is None
+    assert device.entries("tmp") == []
+    device.close()

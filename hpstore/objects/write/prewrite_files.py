@@ -116,7 +116,7 @@ def prepare_space(store: PoolContext, sizes: Sequence[int], copies: int, proceed
         spares = [
             _Spare(device_id, devices[device_id], size, page, chunk)
             for device_id, size in zip(todo, row, strict=True)
-            if size is not None
+            if size is not None and store.view.devices.get(device_id) is devices[device_id]
         ]
         finished, stopped = _write_side_by_side(store, spares, proceed)
         written += finished
