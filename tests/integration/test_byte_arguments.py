@@ -20,6 +20,7 @@ from hpstore.loaders import (
     LoaderMemory,
     Mixture,
     ingest,
+    ingest_parts,
 )
 from hpstore.pool.pool import Pool
 from hpstore.units import KIB, bytes_argument
@@ -37,6 +38,11 @@ def use_writer(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
 
 def use_ingest(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
     ingest(pool, "read", np.arange(9), overwrite=True, **options)
+
+
+def use_parts(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
+    np.save(directory / "x.npy", np.arange(9))
+    ingest_parts(pool, "read", [directory / "x.npy"], overwrite=True, **options)
 
 
 def use_memory(pool: Pool, directory: Path, options: dict[str, Any]) -> None:
@@ -74,6 +80,7 @@ USES: dict[str, Use] = {
     "Mixture.order": use_order,
     "Mixture.source_orders": use_source_orders,
     "ingest": use_ingest,
+    "ingest_parts": use_parts,
 }
 
 
