@@ -49,7 +49,8 @@ def give_to_group(fd: int, group: int, where: str) -> None:
     try:
         os.fchown(fd, -1, group)
     except PermissionError as error:
-        if os.fstat(fd).st_uid != os.geteuid():
+        mine = group in {os.getegid(), *os.getgroups()}  # then it is the filesystem that refuses
+        if mine or os.fstat(fd).st_uid != os.geteuid():
             raise
         raise ConfigError(
             f"{where} cannot be given to group {group_name(group)}: user "

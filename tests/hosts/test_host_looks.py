@@ -259,7 +259,7 @@ def test_a_look_that_cannot_be_answered_ends_its_connection_where_a_disk_hangs(
 ) -> None:
     """The caller asks again at once, not when the disk has come back."""
     disks, devices = two
-    refused = []
+    refused: list[bool] = []
 
     def encode(looks: Sequence[DiskLook]) -> bytes:
         if not refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -33,13 +34,23 @@ def keeping(place: Path) -> Iterator[Keeper]:
     arguments = (place, keeper, lambda: not ended.is_set())
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
-    poll(20.0, lambda: (place / "keeper.sock").exists())
+    poll(20.0, lambda: _listens(place / "keeper.sock"))
     try:
         yield keeper
     finally:
         ended.set()
         thread.join(60)
         keeper.free(None)
+
+
+def _listens(path: Path) -> bool:
+    """Its name is there before it can be met."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(str(path))
+        except OSError:
+            return False
+    return True
 
 
 def meeting_place(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -167,6 +167,8 @@ def test_a_stream_of_hugging_face_has_the_rows_that_a_loop_has(pool: Pool) -> No
             (whole.map(lambda row: {"i": 2 * row["i"]}).filter(lambda row: row["i"] % 3), 3),
             (datasets.concatenate_datasets([whole, whole]), 6),
             (whole.take(10), 1),
+            (whole.map(lambda row, at: {"i": at}, with_indices=True), 1),
+            (whole.filter(lambda row, at: at < 9, with_indices=True), 1),
             (whole.skip(10).select_columns(["i"]), 1),
             (whole.shuffle(seed=1, buffer_size=7), 1),
             (whole.batch(4), 1),

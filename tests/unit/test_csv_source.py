@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,19 @@ def test_whole_numbers_are_never_rounded(tmp_path: Path) -> None:
     first, second = items_of(source)
     assert first.problem == f"column 'a' is {big}, which float64 would round"
     assert second.sample == {"a": 0.5}
+
+
+def test_long_ids_and_minus_zero_are_kept(tmp_path: Path) -> None:
+    """Whole numbers beyond 64 bits are text, among floats too; a uint64 is asked for by name."""
+    high = str(2**64 - 1)
+    rows = [{"a": high, "b": "-0", "c": high}, {"a": "7", "b": "2", "c": "0.5"}]
+    source = open_source(write(tmp_path / "a.csv", rows))
+    assert source.fields == {"a": Field("str"), "b": Field("float64"), "c": Field("str")}
+    first = items_of(source)[0].sample
+    assert first is not None
+    assert math.copysign(1, float(str(first["b"]))) == -1
+    source.restrict(["a"], {"a": Field("uint64")})
+    assert [item.sample for item in items_of(source)] == [{"a": 2**64 - 1}, {"a": 7}]
 
 
 def test_a_first_row_may_be_larger_than_a_block(

@@ -147,15 +147,17 @@ def test_lists_of_empty_lists_stay_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "value", "said"),
     [
-        ("float32", 2**24 + 1, "'a' is 16777217, which float32 would round"),
-        ("bfloat16", [257], "'a' is 257, which bfloat16 would round"),
+        ("float32", 2**53 + 1, "'a' is 9007199254740993, which float32 would round"),
+        ("bfloat16", [2**53 + 1], "'a' is 9007199254740993, which bfloat16 would round"),
+        ("float32", [2**24 + 1, 16777217.0], ""),
         ("float16", [1e9], "a list of which a number is infinite as float16"),
         ("bfloat16", [1e39], "a list of which a number is infinite as bfloat16"),
         ("float32", [1e-3, float("inf"), 2**24], ""),
     ],
 )
-def test_numbers_are_exact_in_the_field_s_own_type(dtype: str, value: Any, said: str) -> None:
-    """Ints of fewer bits than a float64 has were rounded, large numbers in lists infinite."""
+def test_numbers_are_those_that_a_float_holds(dtype: str, value: Any, said: str) -> None:
+    """Larger ints are refused, and what would be infinite; who asks for a smaller float than 64
+    bits gets the nearest one, of a whole number, too."""
     made = Field(dtype, (None,) if isinstance(value, list) else ())
     if said:
         with pytest.raises(ConfigError, match=said):

@@ -36,6 +36,8 @@ def sample_numbers(indices: object, count: int) -> Int64s:
     """
     given = np.asarray(indices)
     kind = given.dtype.kind if given.size else "i"
+    if kind == "u" and isinstance(indices, np.ndarray) and given.max() <= np.iinfo(np.int64).max:
+        given, kind = given.astype(np.int64), "i"
     try:
         if kind in "uOf":
             each = np.asarray(indices, object).reshape(-1).tolist()

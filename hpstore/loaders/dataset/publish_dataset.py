@@ -180,11 +180,13 @@ def _require_whole(pool: Pool, name: str, key: str, made: DatasetManifest) -> No
         if lost is None or pool.exists(lost):
             return
         found, version = manifest_at(pool, name, key)
-        if found is not None and version is not None and found.nonces == made.nonces:
-            pool.admin.remove_versions({key: version})
     except HpstoreError as error:
         _log.info("whether data set %r is whole is not known: %s", name, error)
         return
+    if found is not None and version is not None:
+        if found.nonces != made.nonces:
+            return  # another one replaced it, with its objects
+        pool.admin.remove_versions({key: version})
     raise VersionConflict(
         f"data set {name!r} was deleted while it was written, {lost!r} with it: nothing of it is "
         "visible. Write it again.",

@@ -70,9 +70,9 @@ def delete_dataset(pool: Pool, name: str) -> None:
     for found in sorted(ours, key=lambda found: nonce_of(name, found) is not None):
         delete_if_there(pool, found)
     gone = {nonce_of(name, found) for found in ours}
-    late, _ = published_manifest(pool, name)
-    if late is not None and late.nonces & gone:  # of a writer that did not notice it
-        delete_if_there(pool, key)
+    late, version = published_manifest(pool, name)
+    if late is not None and version is not None and late.nonces & gone:
+        pool.admin.remove_versions({key: version})  # of a writer that did not notice it
 
 
 def remove_orphans(pool: Pool, name: str) -> int:

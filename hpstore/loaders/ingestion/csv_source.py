@@ -39,7 +39,7 @@ TABLE_TEXT = tuple(name + end for name in (".csv", ".tsv") for end in ("", *COMP
 LOOKED_AT = 1000
 _BLOCK_BYTES = 4 * MIB
 _ROW_BYTES = GIB  # pyarrow holds a row in one block, of which it has two
-_INT = re.compile(rb"-?(?:0|[1-9][0-9]{0,18})")
+_INT = re.compile(rb"0|-?[1-9][0-9]{0,308}")  # not -0, which is another number than 0
 _FLOAT = re.compile(
     rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|[nN]a[nN]|[-+]?[iI]nf(?:inity)?"
 )
@@ -311,7 +311,7 @@ def csv_value(name: str, value: bytes, made: Field) -> object:
         if made.dtype == "bool":
             return _BOOLEANS[value]
         if made.dtype.startswith(("int", "uint")):
-            if _INT.fullmatch(value) is None:
+            if _INT.fullmatch(value) is None and value != b"-0":
                 raise ValueError
             return int(value)
         if _FLOAT.fullmatch(value) is None:

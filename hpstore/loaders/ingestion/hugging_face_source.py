@@ -125,11 +125,13 @@ def _is_sum_of_shards(dataset: Any) -> bool:
     """Whether the rows of a stream are those of its shards, one after another.
 
     shard() divides take(n) and skip(n) among the shards, which gives other rows; so do mixtures,
-    and functions of batches where a batch ends with its shard. What is not known is not divided.
+    functions of batches where a batch ends with its shard, and functions that count rows, which
+    begin again in each. What is not known is not divided.
     """
     parts = [getattr(dataset, "_ex_iterable", None)]
     for part in parts:  # which grows
-        if type(part).__name__ not in _SUMS or getattr(part, "batched", False):
+        divided = getattr(part, "batched", False) or getattr(part, "with_indices", False)
+        if type(part).__name__ not in _SUMS or divided:
             return False
         inner = getattr(part, "ex_iterable", None)
         parts += [*getattr(part, "ex_iterables", ()), *([] if inner is None else [inner])]

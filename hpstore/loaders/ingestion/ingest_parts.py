@@ -22,7 +22,7 @@ from hpstore.loaders.dataset.fields import Field, check_fields, require_no_text
 from hpstore.loaders.dataset.publish_dataset import DatasetInfo, publish_parts
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.remove_dataset import delete_if_there
-from hpstore.loaders.dataset.stored_manifests import require_pool, written_parts
+from hpstore.loaders.dataset.stored_manifests import published_manifest, require_pool, written_parts
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.ingest_run import fields_by_look
 from hpstore.loaders.ingestion.open_source import open_source
@@ -256,7 +256,14 @@ def _files_of(
 
 def _begin(pool: Pool, name: str, count: int, *, resume: bool) -> None:
     """Remove what an earlier call stored, notes first, or see that it fits, else IngestError."""
-    found = written_parts(pool, name)
+    published, _ = published_manifest(pool, name)
+    gone = published.nonces if published is not None else set()
+    found = {}
+    for part, note in written_parts(pool, name).items():
+        if note.nonces & gone:  # a call that was killed had published it
+            delete_if_there(pool, part_key(name, part))
+        else:
+            found[part] = note
     if not resume:
         for part in found:
             delete_if_there(pool, part_key(name, part))

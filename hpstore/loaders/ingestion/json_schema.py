@@ -18,7 +18,7 @@ from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import BFLOAT16, Array, Field
 from hpstore.loaders.ingestion.infer_fields import infer_fields
 
-_BITS = {"float64": 53, "float32": 24, "float16": 11, BFLOAT16: 8}  # of a whole number that is kept
+_BITS = 53  # of a whole number that a float keeps; who asks for a smaller one asks for rounding
 _MOST_DIMENSIONS = 32
 _LEAVE_OUT = "leave it out with fields=[...] (--field names those to take)"
 
@@ -122,17 +122,17 @@ def json_value(name: str, value: Any, made: Field) -> object:
 
 
 def exact(value: complex, made: Field) -> complex:
-    """A number as it is. Raises ConfigError for an int that the field would round."""
-    bits = _BITS.get(made.dtype)
-    if bits and type(value) is int and not is_float(value, bits):
+    """A number as it is. Raises ConfigError for an int that a float of 64 bits would round, too."""
+    floating = made.dtype == BFLOAT16 or made.dtype.startswith("float")
+    if floating and type(value) is int and not is_float(value):
         raise ConfigError(f"{_said(value)}, which {made.dtype} would round")
     return value
 
 
-def is_float(value: int, bits: int = _BITS["float64"]) -> bool:
-    """Whether a float with so many bits, of at most 64 in all, is equal to a whole number. Pure."""
+def is_float(value: int) -> bool:
+    """Whether a float is equal to a whole number. Pure."""
     size = abs(value).bit_length()
-    return size <= 1024 and size - (value & -value).bit_length() < bits
+    return size <= 1024 and size - (value & -value).bit_length() < _BITS
 
 
 def _array(value: list[Any], made: Field) -> Array | torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.ingestion.remote_files import RemoteFile, remote_files
 from hpstore.runtime.text_files import checked_path
 
+_log = logging.getLogger(__name__)
 SourceFile = Path | RemoteFile
 """A file of a source: what both have is name, stem, suffix, stat() and open("rb")."""
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -107,14 +109,18 @@ def _found(pattern: str) -> Iterator[str]:
 
 
 def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
-    """A folder and those in it, but for hidden ones."""
-    here = os.stat(folder)
+    """A folder and those in it, but for hidden ones, and those that may not be listed."""
+    try:
+        here, inside = os.stat(folder), listed(folder)
+    except (OSError, IngestError) as error:
+        _log.warning("%s is left out: %s", folder, error)
+        return
     if (here.st_dev, here.st_ino) in above:
         return
     if len(above) >= MAX_DEPTH:
         raise IngestError(f"{folder}: folders are nested deeper than {MAX_DEPTH}")
     yield folder
-    for entry in listed(folder):
+    for entry in inside:
         if not entry.name.startswith(".") and leads_to(entry.is_dir):
             yield from _folders(entry.path, (*above, (here.st_dev, here.st_ino)))
 
