@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
 from hpstore.node_memory import keeper_session
 from hpstore.node_memory.keeper import Keeper
 from hpstore.node_memory.keeper_process import serve
-from hpstore.node_memory.meeting_place import keeper_directory
+from hpstore.node_memory.meeting_place import connect, keeper_directory
 from hpstore.pool.pool import Pool
+from hpstore.runtime.local_messages import Lost
 from hpstore.units import KIB
 from tests.fault.common import poll
 
@@ -34,7 +34,7 @@ def keeping(place: Path) -> Iterator[Keeper]:
     arguments = (place, keeper, lambda: not ended.is_set())
     thread = threading.Thread(target=serve, args=arguments, daemon=True)
     thread.start()
-    poll(20.0, lambda: _listens(place / "keeper.sock"))
+    poll(20.0, lambda: _listens(place))
     try:
         yield keeper
     finally:
@@ -43,13 +43,12 @@ def keeping(place: Path) -> Iterator[Keeper]:
         keeper.free(None)
 
 
-def _listens(path: Path) -> bool:
+def _listens(place: Path) -> bool:
     """Its name is there before it can be met."""
-    with socket.socket(socket.AF_UNIX) as sock:
-        try:
-            sock.connect(str(path))
-        except OSError:
-            return False
+    try:
+        connect(place).close()
+    except Lost:
+        return False
     return True
 
 
