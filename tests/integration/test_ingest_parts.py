@@ -252,7 +252,7 @@ def test_a_folder_is_the_table_that_ingest_takes(pool: Pool, tmp_path: Path) -> 
 
 
 def test_a_file_that_is_gone_ends_its_part(pool: Pool, tmp_path: Path) -> None:
-    """As any other error does: what is stored is kept."""
+    """Like any other error; the parts that are stored are kept."""
     files = tables(tmp_path / "in", 3)
     Path(files[1]).unlink()
     with pytest.raises(IngestError, match=r"1 of 3 parts .* part 1 was not written: .*001.parquet"):

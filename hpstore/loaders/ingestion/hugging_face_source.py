@@ -126,7 +126,7 @@ def _is_sum_of_shards(dataset: Any) -> bool:
 
     shard() divides take(n) and skip(n) among the shards, which gives other rows; so do mixtures,
     functions of batches where a batch ends with its shard, and functions that count rows, which
-    begin again in each. What is not known is not divided.
+    start again in each. Unknown kinds are read undivided.
     """
     parts = [getattr(dataset, "_ex_iterable", None)]
     for part in parts:  # which grows

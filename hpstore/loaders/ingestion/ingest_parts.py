@@ -65,7 +65,7 @@ class PartsProgress:
 
 Outcome = PartReport | HpstoreError | OSError
 PartRunner = Callable[[Iterable[PartJob]], Iterator[tuple[PartJob, Outcome]]]
-"""Does jobs, in any order, and says how each went. What it takes of the iterable it answers for."""
+"""Runs jobs in any order and yields the outcome of every job that it has taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

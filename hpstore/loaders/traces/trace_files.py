@@ -212,7 +212,7 @@ def _kind(path: Path, file: BufferedReader, given: str) -> str:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether it is UTF-8 without zeros; its last letter may be cut. Nothing is no text."""
+    """Whether it is UTF-8 without zeros; the last character may be cut. False for no bytes."""
     try:
         return bool(codecs.getincrementaldecoder("utf-8")().decode(head)) and b"\0" not in head
     except UnicodeDecodeError:

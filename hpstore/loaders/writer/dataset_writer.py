@@ -263,8 +263,8 @@ class DatasetWriter(Closing):
     def close(self) -> None:
         """Store the rest, shuffle if asked for, publish. Durable on return; idempotent.
 
-        Raises VersionConflict when somebody else published the name meanwhile: theirs is unchanged;
-        or deleted it: nothing of this writer stays.
+        Raises VersionConflict when another process published the name meanwhile, whose dataset is
+        unchanged, or deleted it; nothing of this writer stays then.
         """
         if self._state in ("closed", "abandoned"):
             return

@@ -101,7 +101,7 @@ class SimulatedNetwork:
         return [url for url in urls if self.host_of(url) == host]
 
     def boot(self, url: str) -> int:
-        """How often the host of a device has fallen: what was open there before is not any more."""
+        """How often the host of a device has fallen; each fall closes all files there."""
         host = self.host_of(url)
         return 0 if host == NOWHERE else self.boots[host]
 
@@ -168,7 +168,7 @@ class SimulatedNetwork:
     # --- what becomes of hosts and links ----------------------------------------------------
 
     def cut(self, links: Collection[tuple[int, int]], *, keeps: bool) -> None:
-        """Cut links, each one way. `keeps`: what is sent is on its way until they are joined."""
+        """Cut links in one direction. `keeps`: calls are held until the links are restored."""
         for link in links:
             self.cuts[link] = keeps
 

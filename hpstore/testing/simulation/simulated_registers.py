@@ -46,13 +46,13 @@ class RegisterStore:
         return "late" if self.slow and operation == "swap" else ""
 
     def lose(self) -> None:
-        """It comes back empty. What is on its way to it arrives nowhere."""
+        """It comes back empty. Calls under way are lost."""
         self.shared.records.clear()
         self.shared.late.clear()
         self.losses += 1
 
     def all_well(self) -> None:
-        """It answers every process; what was late has arrived."""
+        """It answers every process, and late calls have taken effect."""
         self.down = self.slow = False
         self.shared.arrive()
 
