@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 
 .PHONY: demo hosts-demo test check simulate test-fault kill-loop soak fuzz test-kernels bench format clean
 
-$(READY): pyproject.toml setup.py hpstore/loaders/batching/streaming_copy.c $(wildcard hpstore/loaders/policy/*.[ch]) constraints.txt
+$(READY): pyproject.toml setup.py $(wildcard hpstore/*/*/*.[ch]) constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'

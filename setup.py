@@ -1,9 +1,10 @@
-"""The three parts that are compiled; everything else about the package stands in pyproject.toml."""
+"""The four parts that are compiled; everything else about the package stands in pyproject.toml."""
 
 from setuptools import Extension, setup
 
 # called by address, from hpstore/loaders/batching/streaming_copy.py, policy/directories.py,
-# dataset/many_ranges.py and ingestion/tar_runs.py; without a C compiler the installation goes on
+# dataset/many_ranges.py, ingestion/tar_runs.py and checkpoint/state/plain_values.py; without a C
+# compiler the installation goes on
 NONTEMPORAL = Extension(
     "hpstore._nontemporal",
     ["hpstore/loaders/batching/streaming_copy.c"],
@@ -30,4 +31,11 @@ RANGES = Extension(
     optional=True,
 )
 
-setup(ext_modules=[NONTEMPORAL, DIRECTORIES, RANGES])
+VALUES = Extension(
+    "hpstore._values",
+    ["hpstore/checkpoint/state/plain_values.c"],
+    extra_compile_args=["-O3"],
+    optional=True,
+)
+
+setup(ext_modules=[NONTEMPORAL, DIRECTORIES, RANGES, VALUES])

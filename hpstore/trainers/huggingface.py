@@ -20,9 +20,9 @@ from hpstore.errors import CheckpointError, ConfigError
 from hpstore.runtime.closing import Closing
 from hpstore.trainers.checkpoint_paths import PathLike
 from hpstore.trainers.job_kinds import Parallelism, job_kind, kind_of_this_job, require_kind
-from hpstore.trainers.named_checkpoints import refuse_states
 from hpstore.trainers.optional_import import PoolLike, as_pool, missing
 from hpstore.trainers.rank_messages import agreed
+from hpstore.trainers.refused_states import refuse_states
 from hpstore.trainers.resume_folder import trainer_rng, write_resume_folder
 from hpstore.trainers.shard_loading import ShardLoading
 from hpstore.trainers.sharded_parts import (

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from hpstore.checkpoint import Checkpointer, LoadOptions, SaveHandle, SaveOptions, Tier
 from hpstore.checkpoint.catalog.not_found_hint import SAVES
 from hpstore.checkpoint.catalog.retain_steps import remove_steps
@@ -29,8 +27,6 @@ from hpstore.checkpoint.catalog.segment_safety import existing_version
 from hpstore.checkpoint.catalog.writer_fence import require_fence
 from hpstore.checkpoint.format.checkpoint_manifest import checked_step, manifest_key
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
-from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_leaf
-from hpstore.checkpoint.state.typed_objects import children_of, is_stateful
 from hpstore.errors import (
     CheckpointError,
     CheckpointMismatch,
@@ -48,27 +44,11 @@ from hpstore.pool.pool import Pool
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.threads import WorkerThreads
 from hpstore.trainers.rank_messages import agreed
+from hpstore.trainers.refused_states import refuse_states
 from hpstore.trainers.sharded_parts import read_tree, read_without
 from hpstore.trainers.tier_names import TierNames, checked_trainer_tiers
 
 _log = logging.getLogger(__name__)
-
-
-def refuse_states(value: object, path: str, depth: int = 0) -> None:
-    """Raise CheckpointError naming an object with a state_dict(): its state would come back in its
-    place. Other types are for the Checkpointer to take or to refuse. Pure."""
-    if depth > MAX_DEPTH:
-        raise CheckpointError(f"{path} is nested deeper than {MAX_DEPTH}")
-    if isinstance(value, torch.Tensor) or is_leaf(value):
-        return
-    if is_stateful(value):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise CheckpointError(
-            f"{path} is a {kind}, of which only the state would come back. Save its state_dict() "
-            "instead. Nothing was written."
-        )
-    for name, child in children_of(value) or ():
-        refuse_states(child, f"{path}[{name!r}]", depth + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

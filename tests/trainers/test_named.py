@@ -22,7 +22,8 @@ from hpstore.errors import CheckpointError, ConfigError, IntegrityError, TooFewD
 from hpstore.objects.object_info import ObjectInfo
 from hpstore.pool.admin import PoolAdmin
 from hpstore.pool.pool import Pool
-from hpstore.trainers.named_checkpoints import Named, NamedCheckpoints, refuse_states
+from hpstore.trainers.named_checkpoints import Named, NamedCheckpoints
+from hpstore.trainers.refused_states import refuse_states
 from tests.thorough import crash_points
 
 

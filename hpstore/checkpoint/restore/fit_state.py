@@ -12,8 +12,9 @@ from typing import Any
 from torch.optim import LBFGS
 
 from hpstore.checkpoint.state.fill_objects import require_shape
+from hpstore.checkpoint.state.plain_values import is_plain
 from hpstore.checkpoint.state.scalars import TAG
-from hpstore.checkpoint.state.state_tree import is_plain, join
+from hpstore.checkpoint.state.state_tree import join
 from hpstore.checkpoint.state.targets import Destinations
 from hpstore.checkpoint.state.tree_paths import children, leaves
 

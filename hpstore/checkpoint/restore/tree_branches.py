@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from hpstore.checkpoint.state.plain_values import is_plain
 from hpstore.checkpoint.state.scalars import TAG
-from hpstore.checkpoint.state.state_tree import is_plain, join
+from hpstore.checkpoint.state.state_tree import join
 from hpstore.checkpoint.state.tree_paths import children
 from hpstore.errors import CheckpointMismatch, IntegrityError
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from hpstore.checkpoint.state.module_state import module_state
-from hpstore.checkpoint.state.state_tree import JSON_TYPES, PerRank, is_plain, join
+from hpstore.checkpoint.state.plain_values import JSON_TYPES, is_plain
+from hpstore.checkpoint.state.state_tree import PerRank, join
 from hpstore.checkpoint.state.typed_objects import grows
 
 _SEQUENCES = (list, tuple, deque)

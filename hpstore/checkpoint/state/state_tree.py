@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -24,6 +24,15 @@ from hpstore.checkpoint.state.plain_tensors import (
     TensorColumns,
     columns_of,
     require_kind,
+)
+from hpstore.checkpoint.state.plain_values import (
+    JSON_TYPES,
+    MOST_BITS,
+    ROWS,
+    all_json,
+    holds_leaves,
+    is_plain,
+    is_unicode,
 )
 from hpstore.checkpoint.state.random_state import SOURCES, decode_source, encode_source, kind_of
 from hpstore.checkpoint.state.scalars import (
@@ -44,11 +53,8 @@ from hpstore.checkpoint.state.typed_objects import (
 from hpstore.errors import CheckpointError, IntegrityError
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 
-MOST_BITS = 14_000  # of an int: Python reads and writes 4,300 digits
 MAX_DEPTH = 64
 _MOST_LEVELS = 4 * MAX_DEPTH  # of JSON: a dict with keys that are no texts takes three
-_FEW = 8  # values that are cheaper to look at one by one
-_LONG = 1 << 63
 
 # Any below: trees hold whatever a training state holds; every leaf is checked by its type
 Tree = Any
@@ -136,7 +142,7 @@ def _encode(value: Tree, path: str, found: CollectedTensors, depth: int) -> Json
     require_depth(path, depth)
     kind = type(value)
     if kind is dict and TAG not in value and _has_plain_keys(value):
-        if _all_json(value.values()):
+        if all_json(value.values()):
             return dict(value)
         start = f"{path}/" if path else ""
         require_depth(path, depth + 1)  # once: there may be very many tensors in it
@@ -162,65 +168,10 @@ def _encode(value: Tree, path: str, found: CollectedTensors, depth: int) -> Json
         return _refused(value, path, found)
 
 
-_ROWS = {tuple, list}
-JSON_TYPES = frozenset({int, float, str, bool, type(None)})  # of leaves
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether a value is a number, text or None of JSON's own types."""
-    return type(value) in JSON_TYPES
-
-
-def holds_leaves(node: Mapping[Any, Any]) -> bool:
-    """Whether a dict holds numbers, text and None alone, of which there may be very many: looked at
-    without a call for each."""
-    return set(map(type, node.values())) <= JSON_TYPES
-
-
-def is_plain(values: Collection[Any]) -> bool:
-    """Whether all are numbers, text or None, or tuples or lists of these: nothing else is in
-    them. Millions are looked at without a call for each."""
-    kinds = set(map(type, values))
-    if kinds and kinds <= _ROWS:
-        kinds = set(map(type, chain.from_iterable(values)))
-    return kinds <= JSON_TYPES
-
-
-def _is_json(value: Any) -> bool:
-    kind = type(value)
-    if kind is int:
-        return bool(-_LONG < value < _LONG)
-    if kind is float:
-        return math.isfinite(value)
-    return (kind is str and _is_unicode(value)) or value is None or kind is bool
-
-
-def _all_json(values: Collection[Any]) -> bool:
-    """Whether values are JSON as they are. Millions are looked at without a call for each."""
-    if len(values) < _FEW:
-        return all(map(_is_json, values))
-    kinds = set(map(type, values))
-    if not kinds <= JSON_TYPES:
-        return False
-    alone = len(kinds) == 1
-    if float in kinds:
-        some = values if alone else [v for v in values if type(v) is float]
-        if not all(map(math.isfinite, some)):
-            return False
-    if int in kinds:
-        whole = values if alone else [v for v in values if type(v) is int]
-        if max(max(whole), -min(whole)).bit_length() > MOST_BITS:
-            return False
-    if str in kinds:
-        texts = values if alone else [v for v in values if type(v) is str]
-        return all(map(str.isascii, texts)) or all(map(_is_unicode, texts))
-    return True
-
-
 def _encode_plain(value: Tree, path: str) -> Json:
     """A number, text or None."""
     kind = type(value)
-    if kind is str and not _is_unicode(value):
+    if kind is str and not is_unicode(value):
         raise CheckpointError(
             f"state {path!r} is text with half a surrogate pair, which has no UTF-8. Nothing was "
             'written; save text.encode(errors="surrogatepass")'
@@ -238,10 +189,10 @@ def _encode_plain(value: Tree, path: str) -> Json:
 def _encode_list(
     value: Sequence[Any], path: str, found: CollectedTensors, depth: int
 ) -> list[Json]:
-    if _all_json(value):
+    if all_json(value):
         return list(value)
     kinds = set(map(type, value))
-    if kinds <= _ROWS and len(kinds) == 1 and _all_json(list(chain.from_iterable(value))):
+    if kinds <= ROWS and len(kinds) == 1 and all_json(list(chain.from_iterable(value))):
         return [list(row) if kinds == {list} else {TAG: "tuple", "v": list(row)} for row in value]
     start = f"{path}/" if path else ""
     return [_encode(v, f"{start}{i}", found, depth + 1) for i, v in enumerate(value)]
@@ -286,13 +237,6 @@ def _has_plain_keys(value: Mapping[Any, Any]) -> bool:
     return set(map(type, value)) <= {str} and all(map(str.isascii, value))
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False
-
-
 def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> Json:
     if type(value) not in PLAIN_TYPES:
         require_kind(value, path)
@@ -329,7 +273,7 @@ def _encode_mapping(
     """`extra`: what is recorded beside the entries, {} for a plain dict."""
     if not extra and all(type(k) is str and k != TAG for k in value):
         for key in value:
-            if not _is_unicode(key):
+            if not is_unicode(key):
                 raise CheckpointError(
                     f"state {path!r} has the key {key!r}, text with half a surrogate pair"
                 )

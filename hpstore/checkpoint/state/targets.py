@@ -23,15 +23,8 @@ from hpstore.checkpoint.state.optimizers import (
     optimizer_tensors,
     unwrapped,
 )
-from hpstore.checkpoint.state.state_tree import (
-    JSON_TYPES,
-    MAX_DEPTH,
-    PerRank,
-    is_leaf,
-    is_plain,
-    join,
-    require_depth,
-)
+from hpstore.checkpoint.state.plain_values import JSON_TYPES, is_leaf, is_plain
+from hpstore.checkpoint.state.state_tree import MAX_DEPTH, PerRank, join, require_depth
 from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful
 
 # Any below: a training state holds whatever its owner puts there

@@ -28,18 +28,9 @@ from hpstore.checkpoint.state.fill_objects import (
 from hpstore.checkpoint.state.module_state import load_module, loads_its_own_way, module_state
 from hpstore.checkpoint.state.optimizers import check_optimizer, load_optimizer, saved_optimizer
 from hpstore.checkpoint.state.plain_tensors import PLAIN_TYPES
+from hpstore.checkpoint.state.plain_values import JSON_TYPES, holds_leaves, is_leaf, is_plain
 from hpstore.checkpoint.state.random_state import kind_of
-from hpstore.checkpoint.state.state_tree import (
-    JSON_TYPES,
-    Absent,
-    PerRank,
-    field_names,
-    holds_leaves,
-    is_leaf,
-    is_plain,
-    join,
-    require_depth,
-)
+from hpstore.checkpoint.state.state_tree import Absent, PerRank, field_names, join, require_depth
 from hpstore.checkpoint.state.targets import RNG_KEY, Destinations, Names, State
 from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful, same_dict
 from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError

@@ -10,16 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpstore.checkpoint.state.plain_values import JSON_TYPES, holds_leaves, is_plain
 from hpstore.checkpoint.state.random_state import SOURCES
 from hpstore.checkpoint.state.scalars import TAG, Classes
-from hpstore.checkpoint.state.state_tree import (
-    JSON_TYPES,
-    Decoding,
-    decode_tree,
-    holds_leaves,
-    is_plain,
-    join,
-)
+from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, join
 from hpstore.errors import CheckpointError
 from hpstore.format.untrusted_bytes import parsing
 

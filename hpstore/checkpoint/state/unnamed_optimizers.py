@@ -16,7 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from hpstore.checkpoint.state.optimizers import named_parameters
-from hpstore.checkpoint.state.state_tree import MAX_DEPTH, is_plain, join
+from hpstore.checkpoint.state.plain_values import is_plain
+from hpstore.checkpoint.state.state_tree import MAX_DEPTH, join
 from hpstore.errors import CheckpointError
 from hpstore.format.checksum import digest128
 
