@@ -116,7 +116,8 @@ def values_library() -> Callable[[Collection[Any]], int] | None:
     except (OSError, AttributeError) as error:
         _log.warning(
             "states of millions of Python values stall a save for longer: no compiled look at them "
-            "(%s). With a C compiler there (gcc, libc6-dev), install hpstore again",
+            "(%s). With a C compiler and Python's headers there (gcc, "
+            "python3-dev), install hpstore again",
             error,
         )
         return None

@@ -255,9 +255,12 @@ def _heal(fault: Fault, rig: Rig, healed: Healed, detection: Detection, row: Row
         fault.lift(rig)
     heal(rig, healed, Pool.rebuild)
     if fault.scrub:
+        rewritten = healed.columns  # on a busy machine saves may pass the slow device by
         heal(rig, healed, lambda pool: pool.scrub(resume=False))
         if healed.damaged:
             detection.seen_by("scrub")
+        elif rewritten:
+            row.note = f"{rewritten} columns were written elsewhere meanwhile, none that was hurt"
         elif not detection.by:
             row.failures.append("a scrub found no damage")
     waiting = healed.reports[-1].waiting
