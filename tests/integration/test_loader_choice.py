@@ -112,6 +112,44 @@ def test_comparisons_are_exact(sets: list[Written]) -> None:
             assert np.flatnonzero(filter_mask(found, [condition])).tolist() == wanted, condition
 
 
+ABSENT: list[tuple[Any, list[int]]] = [  # of the values None, 0, None, 3, 4
+    ([("score", "==", 0)], [1]),
+    ([("score", "<", 1)], [1]),
+    ([("score", "!=", 3)], [1, 4]),
+    ([("score", "in", [0, 4])], [1, 4]),
+    ([("score", "not in", [4])], [1, 3]),
+    ([("score", "==", None)], [0, 2]),
+    ([("score", "!=", None)], [1, 3, 4]),
+    ([("score", "!=", None), ("number", ">", 1)], [3, 4]),
+    ([("len(text)", "==", 0)], [1]),
+    ([("len(text)", "<", 9)], [1, 3, 4]),
+    ([("text_mask", "==", False)], [0, 2]),
+    ([("len(text)", "==", None)], [0, 2]),
+    ([("number", "!=", None)], [0, 1, 2, 3, 4]),
+    ([("number", "==", None)], []),
+    (lambda c: (c["score"] == 0) & c["score_mask"], [1]),
+]
+
+
+def test_none_is_kept_by_no_comparison(sets: list[Written]) -> None:
+    """What stands in its place is 0 and no text: neither is a value of that sample."""
+    pool = sets[0].data.pool
+    fields = {
+        "number": Field("int64"),
+        "score": Field("float32", optional=True),
+        "text": Field("str", optional=True),
+    }
+    with DatasetWriter(pool, "absent", fields) as writer:
+        for n in range(5):
+            value = None if n in (0, 2) else n if n > 1 else 0
+            text = None if value is None else "x" * value
+            writer.write({"number": n, "score": value, "text": text})
+    for some in (None, ["number"]):
+        with Dataset(pool, "absent", fields=some) as found:
+            for condition, wanted in ABSENT:
+                assert np.flatnonzero(filter_mask(found, condition)).tolist() == wanted, condition
+
+
 def test_a_filter_goes_with_ranks_and_resume(sets: list[Written]) -> None:
     """Three ranks, then two: each sample that is kept comes once; another filter is refused."""
     keep: Any = [("label", "==", 4)]
@@ -159,6 +197,9 @@ def test_a_filter_goes_with_ranks_and_resume(sets: list[Written]) -> None:
         ([("label", "=", 1)], "none of =="),
         ([("label", "==", "x")], "hold numbers"),
         ([("label", "in", 3)], "list of numbers"),
+        ([("label", "<", None)], "hold numbers"),
+        ([("label", "in", [None])], "hold numbers"),
+        ([("nothing", "==", None)], "is no field"),
         ([("label", "==")], "no comparison"),
         ([("pair", "==", 1)], r"bool of shape \(900, 2\)"),
         ([], "give a function"),

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.fields import BFLOAT16, Array, FieldKind
+from hpstore.loaders.dataset.fields import BFLOAT16, Array, FieldKind, mask_name
 from hpstore.loaders.dataset.ragged_lengths import ragged_lengths
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
@@ -96,6 +96,11 @@ class Columns(Mapping[str, Array]):
             return self._kept[key]
         return self._keep(key, ragged_lengths(self._data, name).astype(np.int64))
 
+    def there(self, name: str) -> Array | None:
+        """Which samples have a value of an optional field, bool (n,); None for other fields."""
+        made = self._data.fields.get(name)
+        return self[mask_name(name)] if made is not None and made.optional else None
+
     def _keep(self, name: str, column: Array) -> Array:
         column.flags.writeable = False
         self._kept[name] = column
@@ -113,7 +118,11 @@ class Columns(Mapping[str, Array]):
 
 Comparison: TypeAlias = tuple[str, str, Any]  # Any: a number, or several of them for "in"
 RowFilter: TypeAlias = Callable[[Columns], Any] | Sequence[Comparison]
-"""A function of the columns that returns a mask, bool (n,), or comparisons that must all hold."""
+"""A function of the columns that returns a mask, bool (n,), or comparisons that must all hold.
+
+A sample without a value of an optional field is kept by no comparison, but by `== None`; a function
+sees zeros there, and which they are in the column `<name>_mask`.
+"""
 
 
 def filtered_rows(data: StoredData, condition: RowFilter) -> Int64s:
@@ -158,11 +167,27 @@ def filter_mask(data: StoredData, condition: RowFilter) -> Array:
         return _require_mask(made, data, "the function")
     mask = np.ones(len(data), bool)
     for name, sign, value in condition:
-        inner = name.removeprefix(_LENGTH).removesuffix(")")
-        ragged = name == f"{_LENGTH}{inner})" and name not in columns
-        column = columns.lengths(inner) if ragged else columns[name]
-        mask &= _require_mask(np.asarray(_compare(column, sign, value)), data, f"{name} {sign}")
+        found = _require_mask(
+            np.asarray(_kept_by(columns, name, sign, value)), data, f"{name} {sign}"
+        )
+        mask &= found
     return mask
+
+
+def _kept_by(columns: Columns, name: str, sign: str, value: Any) -> Any:
+    """Which samples one comparison keeps. One without a value is kept by `== None` alone."""
+    inner = name.removeprefix(_LENGTH).removesuffix(")")
+    ragged = name == f"{_LENGTH}{inner})" and name not in columns
+    there = columns.there(inner if ragged else name)
+    if value is None:
+        if there is None:
+            here = len(columns.lengths(inner) if ragged else columns[name])
+            there = np.ones(here, np.bool_)
+        return ~there if sign == "==" else there
+    made = _compare(columns.lengths(inner) if ragged else columns[name], sign, value)
+    if there is None:
+        return made
+    return made & there.reshape(there.shape + (1,) * (np.ndim(made) - 1))
 
 
 def require_filter(condition: object) -> None:
@@ -180,6 +205,8 @@ def require_filter(condition: object) -> None:
         name, sign, value = one
         if not isinstance(sign, str) or sign not in _COMPARISONS:
             raise ConfigError(f"filter: {sign!r} is none of {', '.join(_COMPARISONS)}")
+        if value is None and sign in ("==", "!="):
+            continue
         values = value if sign in ("in", "not in") else [value]
         if not isinstance(values, list | tuple | set | frozenset | range | np.ndarray):
             raise ConfigError(f"filter: {name!r} {sign} {value!r}: give a list of numbers")
