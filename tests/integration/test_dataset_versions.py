@@ -140,6 +140,23 @@ def test_rows_go_by_number_and_by_predicate(pool: Pool) -> None:
     assert holds(Dataset(pool, "a", version="v2"), range(60))
 
 
+def numbers_in(pool: Pool) -> list[int]:
+    with Dataset(pool, "b") as data:
+        return [int(data[n]["n"]) for n in range(len(data))]
+
+
+def test_rows_go_by_numbers_that_are_there(pool: Pool) -> None:
+    """bfloat16 comes as numbers, not as its bits; where there is none, the mask says so."""
+    fields = {"n": Field("int64"), "b": Field("bfloat16"), "o": Field("float32", optional=True)}
+    with DatasetWriter(pool, "b", fields, **SMALL) as writer:
+        for number in range(8):
+            writer.write({"n": number, "b": number - 4.0, "o": None if number % 2 else 0.0})
+    delete_rows(pool, "b", lambda columns: columns["b"] < -2)
+    assert numbers_in(pool) == [2, 3, 4, 5, 6, 7]
+    delete_rows(pool, "b", lambda columns: (columns["o"] == 0) & columns["o_mask"])
+    assert numbers_in(pool) == [3, 5, 7]
+
+
 def fingerprint_of(pool: Pool, numbers: list[int]) -> str:
     with DatasetWriter(pool, "other", FIELDS, overwrite=True, **SMALL) as writer:
         for number in numbers:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.fields import BFLOAT16, Array, FieldKind, mask_name
+from hpstore.loaders.dataset.fields import Array, FieldKind, mask_name
 from hpstore.loaders.dataset.ragged_lengths import ragged_lengths
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
@@ -85,9 +85,7 @@ class Columns(Mapping[str, Array]):
                 f"{list(self)}"
             )
         column = self._data.scalars(name, np.arange(len(self._data)))
-        if made.dtype == BFLOAT16:
-            column = (column.astype(np.uint32) << 16).view(np.float32)
-        return self._keep(name, column)
+        return self._keep(name, made.as_numbers(column))
 
     def lengths(self, name: str) -> Int64s:
         """Elements of each value of a ragged field, int64 (n,); of text and bytes its bytes."""

@@ -54,7 +54,8 @@ def delete_rows(
     rows
         Indices of the samples that go, or a function of the fields of single values: it gets a dict
         of arrays (n, *shape), 65,536 samples at a time, in order, and returns n bools, True for
-        those that go. Of optional fields it gets `<name>_mask`, too.
+        those that go. Of optional fields it gets `<name>_mask`, too: where that is False there is
+        no value, and zeros stand in its place. bfloat16 comes as float32.
     version
         What the new version is called. Default: "v" and its number.
 
@@ -104,9 +105,10 @@ def _staying(data: StoredData, rows: Sequence[int] | Predicate) -> Array:
             )
         stays[given] = False
         return stays
-    scalars = [n for n, made in data.stored.items() if made.kind is FieldKind.SCALAR]
+    scalars = {n: made for n, made in data.stored.items() if made.kind is FieldKind.SCALAR}
     for block in _blocks(len(data)):
-        found = {n: data.scalars(n, np.arange(block.start, block.stop)) for n in scalars}
+        here = np.arange(block.start, block.stop)
+        found = {n: made.as_numbers(data.scalars(n, here)) for n, made in scalars.items()}
         goes = np.asarray(rows(found))
         if goes.shape != (len(block),) or goes.dtype != np.bool_:
             raise ConfigError(
