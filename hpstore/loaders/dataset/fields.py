@@ -257,7 +257,7 @@ class Field:
         return tensor.view(torch.bfloat16) if self.dtype == BFLOAT16 else tensor
 
     def as_numbers(self, column: Array) -> Array:
-        """Values in storage dtype as numbers to compare: of bfloat16 a copy, float32; else themselves."""
+        """Values in storage dtype as numbers to compare: bfloat16 as float32, a copy."""
         if self.dtype != BFLOAT16:
             return column
         return (column.astype(np.uint32) << 16).view(np.float32)
