@@ -124,13 +124,16 @@ def _number(rng: random.Random, out: bytearray, at: int) -> None:
 
 
 def mutated_json(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """One to four changes of the values in a JSON text. Raises ValueError for what is none."""
+    """One to four changes of the values in a JSON text. Raises ValueError for what is none, and for
+    what became longer than MOST_BYTES: parsed, such a text takes a hundred times its length."""
     body = [json.loads(data)]  # in a list, so that the whole can be replaced
     for _ in range(1 << rng.randrange(3)):
         holder, key = _pick(rng, body)
         _change_value(rng, body, holder, key)
-    text = json.dumps(body[0], ensure_ascii=False)
-    return text.encode(errors="surrogatepass")
+    text = json.dumps(body[0], ensure_ascii=False).encode(errors="surrogatepass")
+    if len(text) > MOST_BYTES:
+        raise ValueError("too long")
+    return text
 
 
 def _pick(rng: random.Random, body: list[Any]) -> tuple[Any, Any]:
@@ -163,7 +166,7 @@ def _change_value(rng: random.Random, body: list[Any], holder: Any, key: Any) ->
     elif kind == 6 and isinstance(value, int | float):
         holder[key] = rng.choice(_NUMBERS) if rng.random() < 0.5 else value + rng.choice((-1, 1))
     elif kind == 7 and isinstance(value, list):
-        holder[key] = value * rng.choice((0, 2, 30)) if len(value) < 1000 else value[:1]
+        holder[key] = _repeated(value, rng.choice((0, 2, 30))) if len(value) < 1000 else value[:1]
     elif kind == 8:
         for level in bytes(rng.choices((0, 0, 1), k=rng.choice(_DEPTHS))):
             value = {"a": value} if level else [value]
@@ -172,6 +175,10 @@ def _change_value(rng: random.Random, body: list[Any], holder: Any, key: Any) ->
         holder[key] = mutated_bytes(rng, value.encode(errors="replace"), b"").decode(
             errors="replace"
         )
+
+
+def _repeated(value: list[Any], times: int) -> list[Any]:
+    return value * times if len(json.dumps(value)) * times <= MOST_BYTES else value[:1]
 
 
 def mutated_parts(

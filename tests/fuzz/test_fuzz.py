@@ -6,13 +6,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import random
 import warnings
 
 import pytest
 
 from hpstore.errors import IntegrityError
 from tests.fuzz.engine import CORPUS, Finding, Target, bounded, mutants, take
+from tests.fuzz.mutation import MOST_BYTES, mutated
 from tests.fuzz.targets import TARGETS
 from tests.thorough import LONG
 
@@ -89,3 +92,10 @@ def test_mutants_are_a_function_of_seed_and_number() -> None:
     assert first == list(itertools.islice(mutants(target, 5), 30))
     assert first[20:] == list(itertools.islice(mutants(target, 5, 20), 10))
     assert len(set(first)) > 20
+
+
+def test_mutants_are_not_larger_than_an_input_may_be() -> None:
+    """Lists of lists are repeated in each other: 34 KB became 31 MB, and parsed several GB."""
+    data = json.dumps([["x" * 20] * 900, [[["y" * 40] * 300]]]).encode()
+    sizes = [len(mutated(random.Random(number), data, data)) for number in range(6000)]
+    assert 10 * len(data) < max(sizes) <= MOST_BYTES
