@@ -137,7 +137,7 @@ class RecordHolds:
         self._lock = threading.Lock()
         held, self._held = self._held, set()
         for one in held:
-            one.disown()
+            one.after_fork()
 
     def close(self) -> None:
         """End what renews holds; they are free when they have stood still."""
@@ -215,6 +215,11 @@ class RecordHold:
                 f"{self._what}: this process was stopped or cut off, and another one has taken its "
                 "hold over. Its earlier work is kept."
             )
+
+    def after_fork(self) -> None:
+        """In the child: another thread may have had the lock that is in the event."""
+        self._over = threading.Event()
+        self.disown()
 
     def disown(self) -> None:
         """Neither renew nor release it."""

@@ -304,8 +304,9 @@ class HostDevice:
         try:
             return self.known_horizon(guard)
         except HpstoreError:  # what was seen last may be old
-            guard.check_sector(self._sector(HORIZON), self.url)
-        return self._sectors.get(HORIZON, b"")
+            sector = self._sector(HORIZON)
+        guard.check_sector(sector, self.url)
+        return sector  # not what is there by now: that was not looked at
 
     def known_horizon(self, guard: NameGuard) -> bytes:
         """The same, of what was seen last."""

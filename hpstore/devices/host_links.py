@@ -7,10 +7,12 @@ one has ended; every other one fails then, and may have been carried out.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -87,14 +89,15 @@ class HostLinks:
             None  # makes no calls: it keeps the session, whatever ends
         )
         self._idle: list[WireStream] = []
+        self._streams: weakref.WeakSet[WireStream] = weakref.WeakSet()  # all that are open
         self._closed: deque[str] = deque(maxlen=_CLOSED_MOST)
-        self._session = secrets.token_hex(16)
+        self._session, self._pid = secrets.token_hex(16), os.getpid()
         self._lock = threading.Lock()  # guards _idle and _anchor
 
     def after_fork(self) -> None:
-        """In the child: the connections are the parent's. Its copies go, or the service would take
-        the parent for alive as long as the child lives."""
-        for stream in (*self._idle, *filter(None, [self._anchor])):
+        """In the child: the connections are the parent's. Its copies go, those in calls of other
+        threads too, or the service would take the parent for alive as long as the child lives."""
+        for stream in list(self._streams):
             stream.close()
         self.counters.after_fork()
         self._renew()
@@ -353,6 +356,8 @@ class HostLinks:
             raise self.errors.nonsense(operation, error) from error
         stream.limit(seconds)
         found = self._body(stream, head, into, operation)
+        if head.status == REFUSED:  # before it looked at what was given up
+            self._closed.extend(closed)
         ends = head.fields.get("connection", "").lower() == "close"
         if keep:
             self._put_back(stream, ends=ends)
@@ -417,8 +422,15 @@ class HostLinks:
             raise self._unreachable(seconds) from error
         except OSError as error:
             self.errors.raise_broken(error, "connecting")
+        except UnicodeError as error:
+            raise DeviceMissing(
+                f"device {self.url}: {self._host!r} is no name that a host can have: {error}",
+                device=self.url,
+            ) from error
         try:
-            return WireStream(sock if self._secure is None else self._secure(sock, self._host))
+            made = WireStream(sock if self._secure is None else self._secure(sock, self._host))
+            self._streams.add(made)
+            return made
         except TimeoutError as error:
             sock.close()
             raise self._unreachable(seconds) from error
@@ -460,7 +472,11 @@ class HostLinks:
         )
 
     def close(self) -> None:
-        """Close the connections, which ends the session; a later call makes others."""
+        """Close the connections, which ends the session; a later call makes others. In a forked
+        child those of the parent are let go, whoever had the lock."""
+        if os.getpid() != self._pid:
+            self.after_fork()
+            return
         with self._lock:
             idle, self._idle = self._idle, []
             idle += filter(None, [self._anchor])

@@ -6,7 +6,7 @@ import errno
 import ssl
 from typing import NoReturn, TypeGuard
 
-from hpstore.devices.horizon_guard import HorizonPassed, RecordReplaced
+from hpstore.devices.horizon_guard import RecordReplaced
 from hpstore.errors import (
     DescriptorsExhausted,
     DeviceDenied,
@@ -35,13 +35,18 @@ _KINDS: dict[str, type[HpstoreError]] = {
         DeviceMissing,
         DeviceReadOnly,
         DeviceTimeout,
-        HorizonPassed,
         IntegrityError,
         LockTimeout,
         ReadAbandoned,
         RecordReplaced,
     )
 }
+
+
+_OF_DISKS = frozenset({"hello", "stamp", "usage", "probe", "counter_sector", "listings"})
+_OF_OPENING = _OF_DISKS | {"read_small"}
+"""By these a disk is opened and watched: what is wrong with it is an error of this one disk alone,
+whatever it is called there."""
 
 
 class HandleGone(DeviceError):
@@ -66,7 +71,13 @@ class LinkErrors:
             raise HandleGone(f"device {self.url}: {text}", device=self.url)
         if status == REFUSED:
             raise self._denied(f"device {self.url}: {text}")
-        raise self.error_of(name if status == FAILED or name != ABSENT else "", text)
+        if name == ABSENT and (status != FAILED or operation in _OF_DISKS):
+            name = ""
+        raised = self.error_of(name, text)
+        ours = isinstance(raised, DeviceError | IntegrityError | FileNotFoundError)
+        if operation in _OF_OPENING and not ours:
+            raise DeviceError(str(raised), device=self.url)
+        raise raised
 
     def _denied(self, text: str) -> DeviceDenied:
         """What this process may not do there, noted as a lack of it."""

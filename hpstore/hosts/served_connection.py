@@ -11,9 +11,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -196,7 +195,7 @@ class ServedConnection:
                 self._write(disk, request, left)
                 found = b""
             elif operation.of_host:
-                found = self._of_host(operation.of_host, request, self._body(left), reserved)
+                found = self._of_host(operation.of_host, request, left, reserved)
             else:
                 found = self._run(disk, operation, request, left)
                 self._reserve(reserved, len(found))
@@ -218,19 +217,29 @@ class ServedConnection:
     def _run(
         self, disk: ExportedDisk, operation: DiskOperation, request: Request, left: list[int]
     ) -> bytes:
-        body = self._body(left)
-        whole = replace(request, body=body) if body else request
         assert operation.run is not None
-        with disk.call(self._left_seconds()) as device:
-            return operation.run(device, self._shared.sessions, whole)
+        with contextlib.ExitStack() as taken:  # memory for the body
+            body = self._body(left, taken)
+            whole = replace(request, body=body) if body else request
+            with disk.call(self._left_seconds()) as device:
+                return operation.run(device, self._shared.sessions, whole)
 
     def _of_host(
-        self, operation: str, request: Request, body: bytes, reserved: contextlib.ExitStack
+        self, operation: str, request: Request, left: list[int], reserved: contextlib.ExitStack
     ) -> bytes:
         """What is about no disk, or about several: one of them that hangs keeps none of the
         answer (host_looks.py)."""
+        with contextlib.ExitStack() as taken:  # memory for the body
 
-        reserve = partial(self._reserve, reserved)
+            def reserve(nbytes: int) -> None:
+                taken.close()  # calls that hold memory and wait for more would wait for each other
+                self._reserve(reserved, nbytes)
+
+            return self._found_of_host(operation, request, self._body(left, taken), reserve)
+
+    def _found_of_host(
+        self, operation: str, request: Request, body: bytes, reserve: Callable[[int], None]
+    ) -> bytes:
         if operation == DATA_PORT:
             return encode_json(self._shared.data_port)
         if operation != LOOK:
@@ -254,29 +263,25 @@ class ServedConnection:
             self._answer(200, [found], last=True)
 
     def _reserve(self, reserved: contextlib.ExitStack, nbytes: int) -> None:
-        """Have a large answer count as memory under way until it is sent: a caller that does not
-        read keeps it for long."""
+        """Have a large body or answer count as memory under way until the answer is sent: a caller
+        that does not read keeps it for long."""
         if nbytes > _PLAIN_BODY_BYTES:
             reserved.callback(self._lease(nbytes).release)
 
     def _left_seconds(self) -> float:
         return max(0.0, self._until - time.monotonic())
 
-    def _body(self, left: list[int]) -> bytes:
-        """A body that is taken whole."""
+    def _body(self, left: list[int], reserved: contextlib.ExitStack) -> bytes:
+        """A body that is taken whole. A large one counts as memory until the call has ended."""
         nbytes = left[0]
         if not nbytes:
             return b""
-        lease = self._lease(nbytes) if nbytes > _PLAIN_BODY_BYTES else None
-        try:
-            data = bytearray(nbytes)
-            self._stream.limit(self._shared.limits.body_seconds)
-            left[0] = 0  # of what is broken off here, no more comes
-            self._stream.fill(memoryview(data))
-            return bytes(data)
-        finally:
-            if lease is not None:
-                lease.release()
+        self._reserve(reserved, nbytes)
+        data = bytearray(nbytes)
+        self._stream.limit(self._shared.limits.body_seconds)
+        left[0] = 0  # of what is broken off here, no more comes
+        self._stream.fill(memoryview(data))
+        return bytes(data)
 
     def _lease(self, nbytes: int) -> Lease:
         try:

@@ -300,11 +300,13 @@ class WireStream:
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """Have the kernel notice within half a minute that the other host is gone."""
+    """Have the kernel notice within half a minute that the other host is gone. By the last of these
+    where an answer is under way to it: probes are not sent then."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         (socket.TCP_KEEPIDLE, 10),
         (socket.TCP_KEEPINTVL, 5),
         (socket.TCP_KEEPCNT, 4),
+        (socket.TCP_USER_TIMEOUT, 30_000),  # ms
     ):
         sock.setsockopt(socket.IPPROTO_TCP, name, value)

@@ -6,6 +6,9 @@ import gc
 import os
 import weakref
 
+import pytest
+
+from hpstore.runtime import forks
 from hpstore.runtime.forks import call_in_children
 
 
@@ -33,3 +36,31 @@ def test_a_child_calls_what_lives_and_keeps_nothing() -> None:
         os._exit(kept.calls)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert kept.calls == 0
+
+
+def test_many_that_come_and_go_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent makes links to a dead host every few seconds, for months."""
+    monkeypatch.setattr(os, "register_at_fork", None)  # Python never forgets these
+    gc.collect()
+    before = len(forks._methods)
+    for _ in range(100):
+        call_in_children(Counted().call)
+    gc.collect()
+    assert len(forks._methods) == before
+
+
+def test_one_that_fails_keeps_no_other_from_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Failing:
+        def call(self) -> None:
+            raise ValueError("on purpose")
+
+    failing, later = Failing(), Counted()
+    call_in_children(failing.call)
+    call_in_children(later.call)
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)
+    child = os.fork()
+    if not child:
+        os._exit(later.calls)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
