@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpstore.errors import ConfigError
 from hpstore.loaders.batching.batch_maker import Engine, Session
 from hpstore.loaders.batching.mixed_batches import MixedEngine, MixedSession
 from hpstore.loaders.batching.packing import DOCUMENT_IDS, POSITION_IDS, Packing
@@ -185,7 +186,7 @@ class PackedSession:
             taken = np.zeros(len(at), one.dtype)
             if len(one):
                 np.take(one, source, out=taken, mode="clip")
-            laid = taken.astype(out[name].dtype)
+            laid = _narrowed(name, taken, out[name].dtype)
             laid[behind] = blank
             out[name].reshape(-1)[place] = laid
         rows = cuts.place // self._packing.length
@@ -267,3 +268,16 @@ class PackedEngine(Closing):
     def close(self) -> None:
         """As Engine.close."""
         self._inner.close()
+
+
+def _narrowed(name: str, taken: Array, dtype: np.dtype[Any]) -> Array:
+    """Values as another dtype. Raises ConfigError for one that it does not hold."""
+    if len(taken) and not np.can_cast(taken.dtype, dtype):
+        most, least = int(taken.max()), int(taken.min())
+        limits = np.iinfo(dtype)
+        if most > limits.max or least < limits.min:
+            raise ConfigError(
+                f"packing: {most if most > limits.max else least} of field {name!r} does not fit "
+                f"{dtype.name}: give a wider dtype, or None for that of the field"
+            )
+    return taken.astype(dtype)

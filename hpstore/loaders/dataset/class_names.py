@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hpstore.loaders.dataset.fields import Field
+
 CLASSES = "classes"
 MOST_CLASSES = 1 << 16
 LABEL = "label"  # the field that image folders, whose classes are one list, have
@@ -26,6 +28,20 @@ def class_names(metadata: Mapping[str, Any], fields: Sequence[str]) -> dict[str,
         for name, names in found.items()
         if name in fields and isinstance(names, list) and all(isinstance(n, str) for n in names)
     }
+
+
+def other_classes(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], fields: Mapping[str, Field], *, more: bool
+) -> str | None:
+    """A field whose numbers stand for other names in two datasets with these metadata; None where
+    all stand for the same, or one of the two has no names. `more`: theirs may be longer."""
+    numbers = [name for name, made in fields.items() if made.dtype not in ("str", "bytes")]
+    mine, others = class_names(ours, numbers), class_names(theirs, numbers)
+    for name in mine.keys() & others.keys():
+        found = others[name][: len(mine[name])] if more else others[name]
+        if found != mine[name]:
+            return name
+    return None
 
 
 def feature_classes(features: Mapping[str, Any]) -> dict[str, list[str]]:

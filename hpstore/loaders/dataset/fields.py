@@ -355,6 +355,7 @@ def as_array(field: Field, value: object) -> Array:
             tensor = tensor.view(torch.uint16)
         array = tensor.resolve_conj().resolve_neg().numpy()
     elif isinstance(value, np.ndarray | np.generic):
+        require_unmasked(value)
         array = np.asarray(value)
         if array.dtype.name == BFLOAT16 and field.dtype == BFLOAT16:
             array = array.view(np.uint16)  # another package's dtype of the same bits
@@ -369,6 +370,16 @@ def as_array(field: Field, value: object) -> Array:
     if array.dtype != field.storage and array.dtype.newbyteorder("<") != field.storage:
         raise ConfigError(f"has dtype {array.dtype.name}, the field has {field.dtype}")
     return array
+
+
+def require_unmasked(value: object) -> None:
+    """Raise ConfigError for an array of numpy of which a part is masked: what lies under the mask
+    is no value."""
+    if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+        raise ConfigError(
+            "is a masked array, of which what is masked would become values: give .filled(...), or "
+            "None in those rows of an optional field"
+        )
 
 
 def fixed_rows(name: str, field: Field, values: object, where: str) -> Array:

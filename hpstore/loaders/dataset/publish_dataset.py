@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
+from hpstore.loaders.dataset.class_names import class_names
 from hpstore.loaders.dataset.dataset_manifest import (
     PREFIX,
     ContentDigest,
@@ -31,6 +32,7 @@ from hpstore.loaders.dataset.stored_manifests import (
 from hpstore.pool.pool import Pool
 
 _log = logging.getLogger(__name__)
+_SHOWN = 200  # characters of what parts disagree about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,8 +244,8 @@ def _complete(
         for what, value in _common(manifest).items():
             if value != wanted[what]:
                 raise ConfigError(
-                    f"data set {name!r}: part {number} has {what} {value}, part 0 has "
-                    f"{wanted[what]}; nothing was published"
+                    f"data set {name!r}: part {number} has {what} {str(value)[:_SHOWN]}, part 0 "
+                    f"has {str(wanted[what])[:_SHOWN]}; nothing was published"
                 )
     return manifests
 
@@ -256,6 +258,7 @@ def _common(manifest: DatasetManifest) -> dict[str, object]:
         "shuffle seed": manifest.shuffle_seed,
         "k": manifest.data,
         "units": [stream.unit_bytes for stream in manifest.parts[0].streams],
+        "classes": class_names(manifest.metadata, list(manifest.fields)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import cmath
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from hpstore.errors import ConfigError
 
 # Any: arrays of every dtype pass through here
 Array = npt.NDArray[Any]
+_FLOAT_BITS = 53  # of an int that a float64 surely holds
 _LEVELS = {"b": 0, "u": 1, "i": 1, "f": 2, "c": 3}  # kinds of dtypes: each holds those below it
 
 
@@ -38,6 +39,9 @@ def python_numbers(
         raise ConfigError(f"has numbers that do not fit {dtype}")
     if np.isfinite(made).sum() != np.isfinite(found).sum():
         raise ConfigError(f"has numbers that are infinite as {dtype}")
+    if dtype == "float64" and found.size and np.abs(found).max() >= 1 << _FLOAT_BITS:
+        for one in _flat(value):
+            _require_exact(one)
     return made
 
 
@@ -52,6 +56,8 @@ def python_number(dtype: str, storage: np.dtype[Any], value: complex) -> Array:
             made = torch.tensor(value, dtype=torch.bfloat16)
             stored, finite = made.view(torch.uint16).numpy(), bool(made.isfinite())
         else:
+            if dtype == "float64":
+                _require_exact(value)
             with np.errstate(over="ignore"):  # said below
                 stored = np.array(value, storage)
             finite = bool(np.isfinite(stored))
@@ -60,6 +66,26 @@ def python_number(dtype: str, storage: np.dtype[Any], value: complex) -> Array:
     if not finite and cmath.isfinite(value):
         raise ConfigError(f"is {value!r}, which is infinite as {dtype}")
     return stored
+
+
+def is_float(value: int) -> bool:
+    """Whether a float is equal to a whole number. Pure."""
+    size = abs(value).bit_length()
+    return size <= 1024 and size - (value & -value).bit_length() < _FLOAT_BITS
+
+
+def _require_exact(value: object) -> None:
+    """Raise ConfigError for an int that no float64 is. Smaller floats round all that they hold."""
+    if type(value) is int and not is_float(value):
+        raise ConfigError(f"is {value}, which float64 rounds: give float({value}) to have that")
+
+
+def _flat(value: object) -> Iterator[object]:
+    if isinstance(value, list):
+        for one in value:
+            yield from _flat(one)
+    else:
+        yield value
 
 
 def plain_numbers(storage: np.dtype[Any], values: Sequence[object]) -> Array | None:

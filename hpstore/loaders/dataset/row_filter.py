@@ -41,6 +41,8 @@ def _compare(column: Array, sign: str, value: Any) -> Any:
         value = math.ceil(value) if sign in _UP else math.floor(value)
     elif isinstance(value, int) and value.bit_length() > _FLOAT_BITS and column.dtype.kind == "f":
         value = math.inf if value > 0 else -math.inf
+    elif isinstance(value, int | float) and _is_beyond(column, value):
+        column = column.astype(np.float64)
     return _COMPARISONS[sign](column, value)
 
 
@@ -52,8 +54,16 @@ def _as_column(column: Array, values: Iterable[Any]) -> Array:
         whole = {int(v) for v in found if not isinstance(v, float) or v.is_integer()}
         return np.array([v for v in whole if fits.min <= v <= fits.max], column.dtype)
     some = [v for v in found if isinstance(v, float) or v.bit_length() <= _FLOAT_BITS]
+    some = [v for v in some if not _is_beyond(column, v)]
     with np.errstate(over="ignore"):
         return np.array(some, column.dtype if column.dtype.kind == "f" else np.float64)
+
+
+def _is_beyond(column: Array, value: float) -> bool:
+    """Whether a finite number is more than a column of smaller floats holds: it is no infinity."""
+    if column.dtype.kind != "f" or column.dtype.itemsize >= 8 or not math.isfinite(value):
+        return False
+    return abs(value) > float(np.finfo(column.dtype).max)
 
 
 def _number(value: Any) -> Any:

@@ -105,13 +105,12 @@ class ValueDecoder:
             if field is None or (field.is_plain and name not in self.images):
                 made[name] = default(values)
                 continue
+            there = [value is not None for value in values]
+            if field.optional and not field.is_json:
+                values = _without_none(field, values, ragged=name not in self.images)
+            made[name] = values if field.is_json else _together(values, default)
             if field.optional:
-                there = [value is not None for value in values]
-                values = _without_none(field, values)
-                made[name] = _together(values, default)
                 made[f"{name}_mask"] = torch.tensor(there)
-            else:
-                made[name] = _together(values, default)
         return made
 
 
@@ -133,11 +132,15 @@ def _together(values: list[Any], default: Callable[[Any], Any]) -> Any:
     return default(values) if len({value.shape for value in values}) == 1 else values
 
 
-def _without_none(field: Field, values: list[Any]) -> list[Any]:
-    """Zeros for None, where the others are tensors or numbers of one size."""
+def _without_none(field: Field, values: list[Any], *, ragged: bool) -> list[Any]:
+    """Zeros for None, where the others are tensors or numbers of one size; nothing where the sizes
+    may differ, which those of images do, too (`ragged` is False for these)."""
     some = next((value for value in values if value is not None), None)
     if some is None and not field.is_ragged:
         some = field.as_rows(torch.zeros(1, field.row_bytes, dtype=torch.uint8))[0]
+    if ragged and field.is_ragged and isinstance(some, torch.Tensor):
+        nothing = some.new_empty((0, *some.shape[1:]))
+        return [nothing if value is None else value for value in values]
     if isinstance(some, torch.Tensor):
         return [torch.zeros_like(some) if value is None else value for value in values]
     if isinstance(some, bool | int | float | complex):

@@ -17,6 +17,7 @@ from typing import IO, Any
 from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import MALFORMED, brief
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.python_numbers import is_float
 from hpstore.loaders.ingestion.arrow_source import pyarrow_of
 from hpstore.loaders.ingestion.compressed_files import (
     COMPRESSIONS,
@@ -24,7 +25,7 @@ from hpstore.loaders.ingestion.compressed_files import (
     FilePosition,
     decompressed,
 )
-from hpstore.loaders.ingestion.json_schema import exact, is_float
+from hpstore.loaders.ingestion.json_schema import exact
 from hpstore.loaders.ingestion.sample_source import (
     BLOCK_SHIFT,
     InferredFields,

@@ -11,6 +11,7 @@ import torch
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import DTYPES, Field
 from hpstore.loaders.dataset.json_values import check_json, is_chat
+from hpstore.loaders.dataset.python_numbers import is_float
 from hpstore.loaders.ingestion.source_rows import Column, Sample
 
 LOOKED_AT = 64
@@ -46,6 +47,12 @@ def _inferred(name: str, values: Sequence[object]) -> Field:
         made = _nested(name, some)
     else:
         made = _merged(name, [value_field(name, value) for value in some])
+        rounded = next((v for v in some if made.dtype == "float64" and not _is_float(v)), None)
+        if rounded is not None:
+            raise ConfigError(
+                f"{name!r} is {rounded} in one sample and a float in another, and no float is "
+                f"{rounded}: Field('json') keeps both; {_HINT}"
+            )
     return replace(made, optional=True) if len(some) < len(values) else made
 
 
@@ -57,8 +64,10 @@ def _nested(name: str, values: Sequence[object]) -> Field:
         if kinds == {str}:
             return Field("str", (None,))
         if kinds in ({bool}, {int}, {float}, {int, float}):
-            flat = np.asarray([one for value in lists for one in value])
-            if flat.dtype.name in ("bool", "int64", "float64"):
+            every = [one for value in lists for one in value]
+            flat = np.asarray(every)
+            plain = flat.dtype.name in ("bool", "int64")
+            if plain or (float in kinds and all(map(_is_float, every))):
                 return Field(flat.dtype.name, (None,))
         if all(map(is_chat, lists)):
             return Field("chat")
@@ -71,6 +80,10 @@ def _nested(name: str, values: Sequence[object]) -> Field:
                 f"that are in a dict into fields of their own, or {_HINT}"
             ) from None
     return Field("json")
+
+
+def _is_float(value: object) -> bool:
+    return type(value) is not int or is_float(value)
 
 
 def value_field(name: str, value: object) -> Field:

@@ -16,9 +16,9 @@ import torch
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import BFLOAT16, Array, Field
+from hpstore.loaders.dataset.python_numbers import is_float
 from hpstore.loaders.ingestion.infer_fields import infer_fields
 
-_BITS = 53  # of a whole number that a float keeps; who asks for a smaller one asks for rounding
 _MOST_DIMENSIONS = 32
 _LEAVE_OUT = "leave it out with fields=[...] (--field names those to take)"
 
@@ -127,12 +127,6 @@ def exact(value: complex, made: Field) -> complex:
     if floating and type(value) is int and not is_float(value):
         raise ConfigError(f"{_said(value)}, which {made.dtype} would round")
     return value
-
-
-def is_float(value: int) -> bool:
-    """Whether a float is equal to a whole number. Pure."""
-    size = abs(value).bit_length()
-    return size <= 1024 and size - (value & -value).bit_length() < _BITS
 
 
 def _array(value: list[Any], made: Field) -> Array | torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpstore.errors import ConfigError
 from hpstore.format.numpy_files import mapped_npy, npz_arrays
-from hpstore.loaders.dataset.fields import DTYPES, Array, Field
+from hpstore.loaders.dataset.fields import DTYPES, Array, Field, require_unmasked
 from hpstore.loaders.ingestion.sample_source import IndexedSource, digest_of
 from hpstore.loaders.ingestion.source_paths import file_facts
 from hpstore.loaders.ingestion.source_rows import SourceItem
@@ -33,6 +33,11 @@ class Arrays(IndexedSource):
         self, arrays: Mapping[str, Array], *, where: str = "arrays", files: Sequence[Path] = ()
     ) -> None:
         self.where, self._files = where, files
+        for name, whole in arrays.items():
+            try:
+                require_unmasked(whole)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {name!r} {error}") from None
         self.by_files = bool(files)
         self._arrays = {
             part: array
