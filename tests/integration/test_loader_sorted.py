@@ -75,6 +75,19 @@ def test_sorted_data_are_said_with_their_entropy_and_the_window_that_would_do(
     assert "sorted by" in said(caplog, Subset(data, range(0, COUNT, 2)), "100KiB")
 
 
+def test_samples_without_a_label_are_a_class_of_their_own(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not class 0, whose number stands in their place: half of the data have none, half class 0."""
+    fields = FIELDS | {"label": Field("int64", optional=True)}
+    with DatasetWriter(pool, "half", fields, unit_bytes=16 * KIB, shard_bytes=400 * KIB) as writer:
+        for number in range(COUNT):
+            label = None if number < COUNT // 2 else 0
+            writer.write({"x": np.zeros(1000, np.uint8), "label": label, "number": number})
+    with Dataset(pool, "half") as data:
+        assert "sorted by 'label'" in said(caplog, data, "100KiB")
+
+
 @pytest.mark.parametrize("how", ["on write", "before", "one class", "one window"])
 def test_mixed_data_are_not_warned_of(
     pool: Pool, caplog: pytest.LogCaptureFixture, how: str

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpstore.errors import HpstoreError
-from hpstore.loaders.dataset.fields import FieldKind
+from hpstore.loaders.dataset.fields import FieldKind, mask_name
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.sampling.random_draws import Indices
@@ -106,7 +106,7 @@ def warn_of_sorted(
     cuts = np.cumsum([len(one) for one in places])[:-1]
     for name in _label_fields(data):
         try:
-            values = data.scalars(name, rows)
+            values = _classes(data, name, rows)
         except HpstoreError as error:
             _log.info("whether windows mix %r well was not measured: %s", name, error)
             return
@@ -118,6 +118,15 @@ def warn_of_sorted(
         if found.poor:
             _say(data, found, window_stripes, stripe_bytes)
             return
+
+
+def _classes(data: StoredData, name: str, rows: Indices) -> Indices:
+    """What tells classes apart: the values, or their ranks with 0 for those that are None."""
+    values: Indices = data.scalars(name, rows)
+    if not data.fields[name].optional:
+        return values
+    ranks = np.unique(values, return_inverse=True)[1] + 1
+    return np.where(data.scalars(mask_name(name), rows), ranks, 0)
 
 
 def _label_fields(data: StoredData) -> list[str]:
