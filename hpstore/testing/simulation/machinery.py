@@ -473,7 +473,7 @@ def installed(*, checkpoints: bool = True) -> Iterator[None]:
             elif id(value) in ours:
                 exchange(module, name, ours[id(value)])
     exchange(session, "make_scheduler", _make_scheduler)
-    exchange(session, "call_in_children", lambda method: None)  # hooks are never taken back
+    exchange(session, "call_in_children", lambda method: None)  # nothing forks here
     exchange(stripe_writer, "IN_ORDER_SECONDS", 0.0)
     for place, name, new in more:
         exchange(place, name, new)
