@@ -217,8 +217,8 @@ class RecordHold:
             )
 
     def after_fork(self) -> None:
-        """In the child: another thread may have had the lock that is in the event."""
-        self._over = threading.Event()
+        """In the child: the thread is the parent's, which may have had the lock of the event."""
+        self._over, self._thread = threading.Event(), None
         self.disown()
 
     def disown(self) -> None:

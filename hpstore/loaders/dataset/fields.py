@@ -256,12 +256,6 @@ class Field:
         tensor = torch.from_numpy(value)
         return tensor.view(torch.bfloat16) if self.dtype == BFLOAT16 else tensor
 
-    def as_numbers(self, column: Array) -> Array:
-        """Values in storage dtype as numbers to compare: bfloat16 as float32, a copy."""
-        if self.dtype != BFLOAT16:
-            return column
-        return (column.astype(np.uint32) << 16).view(np.float32)
-
 
 def _check_media_type(dtype: str, media_type: object) -> None:
     """Raise ConfigError unless a field of this dtype may record this."""

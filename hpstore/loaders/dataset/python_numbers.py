@@ -88,6 +88,13 @@ def _flat(value: object) -> Iterator[object]:
         yield value
 
 
+def as_numbers(dtype: str, column: Array) -> Array:
+    """Values in storage dtype as numbers to compare: bfloat16 as float32, a copy."""
+    if dtype != "bfloat16":
+        return column
+    return (column.astype(np.uint32) << 16).view(np.float32)
+
+
 def plain_numbers(storage: np.dtype[Any], values: Sequence[object]) -> Array | None:
     """One number a row, made at once; None unless all are ints, or floats, that surely fit."""
     kind = {"i": int, "u": int, "f": float}.get(storage.kind)

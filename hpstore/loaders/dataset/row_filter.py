@@ -11,6 +11,7 @@ import numpy as np
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.dataset.fields import Array, FieldKind, mask_name
+from hpstore.loaders.dataset.python_numbers import as_numbers
 from hpstore.loaders.dataset.ragged_lengths import ragged_lengths
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_reader import StoredData
@@ -95,7 +96,7 @@ class Columns(Mapping[str, Array]):
                 f"{list(self)}"
             )
         column = self._data.scalars(name, np.arange(len(self._data)))
-        return self._keep(name, made.as_numbers(column))
+        return self._keep(name, as_numbers(made.dtype, column))
 
     def lengths(self, name: str) -> Int64s:
         """Elements of each value of a ragged field, int64 (n,); of text and bytes its bytes."""

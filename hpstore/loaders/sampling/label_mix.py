@@ -121,7 +121,7 @@ def warn_of_sorted(
 
 
 def _classes(data: StoredData, name: str, rows: Indices) -> Indices:
-    """What tells classes apart: the values, or their ranks with 0 for those that are None."""
+    """Classes of samples: their values, or ranks of these with 0 for a sample that has none."""
     values: Indices = data.scalars(name, rows)
     if not data.fields[name].optional:
         return values

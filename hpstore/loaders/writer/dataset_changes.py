@@ -21,6 +21,7 @@ from hpstore.loaders.dataset.dataset_manifest import ContentDigest, DatasetManif
 from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manifest
 from hpstore.loaders.dataset.fields import Array, Field, FieldKind, check_fields, stored_fields
 from hpstore.loaders.dataset.publish_dataset import DatasetInfo, dataset_info, joined_content
+from hpstore.loaders.dataset.python_numbers import as_numbers
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES, Int64s, group_fields
 from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.loaders.dataset.stored_manifests import require_pool, require_same_columns
@@ -108,7 +109,7 @@ def _staying(data: StoredData, rows: Sequence[int] | Predicate) -> Array:
     scalars = {n: made for n, made in data.stored.items() if made.kind is FieldKind.SCALAR}
     for block in _blocks(len(data)):
         here = np.arange(block.start, block.stop)
-        found = {n: made.as_numbers(data.scalars(n, here)) for n, made in scalars.items()}
+        found = {n: as_numbers(m.dtype, data.scalars(n, here)) for n, m in scalars.items()}
         goes = np.asarray(rows(found))
         if goes.shape != (len(block),) or goes.dtype != np.bool_:
             raise ConfigError(
