@@ -45,8 +45,8 @@ _KINDS: dict[str, type[HpstoreError]] = {
 
 _OF_DISKS = frozenset({"hello", "stamp", "usage", "probe", "counter_sector", "listings"})
 _OF_OPENING = _OF_DISKS | {"read_small"}
-"""By these a disk is opened and watched: what is wrong with it is an error of this one disk alone,
-whatever it is called there."""
+"""Calls that open or watch a disk. Any error in their answers counts as a failure of that disk
+alone, whatever the service calls it."""
 
 
 class HandleGone(DeviceError):

@@ -80,7 +80,12 @@ def test_no_int_becomes_a_float_that_it_is_not(pool: Pool, values: list[Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [(Field("float64"), LARGE), (Field("float64", (None,)), [LARGE, 0.5])]
+    ("field", "value"),
+    [
+        (Field("float64"), LARGE),
+        (Field("float64", (None,)), [LARGE, 0.5]),
+        (Field("float64", (None,)), [LARGE, float("nan")]),
+    ],
 )
 def test_no_writer_rounds_an_int(pool: Pool, field: Field, value: Any) -> None:
     with pytest.raises(ConfigError, match="float64 rounds"):
@@ -117,8 +122,11 @@ def test_numbers_of_classes_stand_for_one_name(pool: Pool) -> None:
         Mixture([one, one], weights=[1, 1])
     for number, names in enumerate((["cat", "dog"], ["dog", "cat"])):
         with_classes(pool, "p", names, part=(number, 2))
-    with pytest.raises(ConfigError, match="part 1 has classes"):
+    with pytest.raises(ConfigError, match="part 1 has other classes"):
         publish_parts(pool, "p")
+    with_classes(pool, "q", ["cat", "dog"], part=(0, 2))
+    write(pool, "q", {"label": Field("int64")}, [{"label": 1}], part=(1, 2))
+    publish_parts(pool, "q")  # one has said it for all
     with pytest.raises(ConfigError, match="Nothing was appended"):
         with_classes(pool, "a", ["dog", "cat"], append=True)
     with_classes(pool, "a", ["cat", "dog", "cow"], append=True)

@@ -367,8 +367,7 @@ def as_array(field: Field, value: object) -> Array:
 
 
 def require_unmasked(value: object) -> None:
-    """Raise ConfigError for an array of numpy of which a part is masked: what lies under the mask
-    is no value."""
+    """Raise ConfigError for a numpy array with masked elements, which hold no values."""
     if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
         raise ConfigError(
             "is a masked array, of which what is masked would become values: give .filled(...), or "

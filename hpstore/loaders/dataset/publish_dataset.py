@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.loaders.dataset.class_names import class_names
+from hpstore.loaders.dataset.class_names import other_classes
 from hpstore.loaders.dataset.dataset_manifest import (
     PREFIX,
     ContentDigest,
@@ -32,7 +32,6 @@ from hpstore.loaders.dataset.stored_manifests import (
 from hpstore.pool.pool import Pool
 
 _log = logging.getLogger(__name__)
-_SHOWN = 200  # characters of what parts disagree about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,12 +239,19 @@ def _complete(
         )
     manifests = [waiting[i, counts[0]] for i in range(counts[0])]
     wanted = _common(manifests[0])
+    first = manifests[0]
     for number, manifest in enumerate(manifests):
+        odd = other_classes(first.metadata, manifest.metadata, first.fields, more=False)
+        if odd is not None:
+            raise ConfigError(
+                f"data set {name!r}: part {number} has other classes of {odd!r} than part 0: the "
+                "same numbers would stand for others. Nothing was published"
+            )
         for what, value in _common(manifest).items():
             if value != wanted[what]:
                 raise ConfigError(
-                    f"data set {name!r}: part {number} has {what} {str(value)[:_SHOWN]}, part 0 "
-                    f"has {str(wanted[what])[:_SHOWN]}; nothing was published"
+                    f"data set {name!r}: part {number} has {what} {value}, part 0 has "
+                    f"{wanted[what]}; nothing was published"
                 )
     return manifests
 
@@ -258,7 +264,6 @@ def _common(manifest: DatasetManifest) -> dict[str, object]:
         "shuffle seed": manifest.shuffle_seed,
         "k": manifest.data,
         "units": [stream.unit_bytes for stream in manifest.parts[0].streams],
-        "classes": class_names(manifest.metadata, list(manifest.fields)),
     }
 
 

@@ -39,7 +39,8 @@ def python_numbers(
         raise ConfigError(f"has numbers that do not fit {dtype}")
     if np.isfinite(made).sum() != np.isfinite(found).sum():
         raise ConfigError(f"has numbers that are infinite as {dtype}")
-    if dtype == "float64" and found.size and np.abs(found).max() >= 1 << _FLOAT_BITS:
+    small = found.size == 0 or np.abs(found).max() < 1 << _FLOAT_BITS  # not with NaN
+    if dtype == "float64" and not small:
         for one in _flat(value):
             _require_exact(one)
     return made

@@ -61,7 +61,8 @@ def _as_column(column: Array, values: Iterable[Any]) -> Array:
 
 
 def _is_beyond(column: Array, value: float) -> bool:
-    """Whether a finite number is more than a column of smaller floats holds: it is no infinity."""
+    """Whether a finite number exceeds the range of the column's floats, where it would become an
+    infinity."""
     if column.dtype.kind != "f" or column.dtype.itemsize >= 8 or not math.isfinite(value):
         return False
     return abs(value) > float(np.finfo(column.dtype).max)
