@@ -21,6 +21,7 @@ from hpstore.agreement.register_url import Endpoint, EtcdUrl
 from hpstore.agreement.swap_store import STORED_BYTES_LIMIT, StoredRecord, Swap
 from hpstore.errors import ConfigError, IntegrityError, RegistersUnavailable
 from hpstore.format.untrusted_bytes import MALFORMED, brief, parsing
+from hpstore.runtime.http_deadlines import end_by
 
 ANSWER_BYTES_LIMIT = 2 * STORED_BYTES_LIMIT
 ATTEMPT_SECONDS = 2.0  # an endpoint that does not answer by then gives way to the next
@@ -168,9 +169,10 @@ class EtcdGateway:
         good = False
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            end_by(connection, until)
             answer = connection.getresponse()
             with closing(answer):  # one that ends its connection has taken the socket along
-                data = _read_all(answer, connection, until)
+                data = _read_all(answer)
             if answer.status != 200:
                 raise _Unanswered(f"HTTP {answer.status}: {_reason(data)}")
             good = not answer.will_close
@@ -224,18 +226,11 @@ class EtcdGateway:
         connection.close()
 
 
-def _read_all(
-    answer: http.client.HTTPResponse, connection: http.client.HTTPConnection, until: float
-) -> bytes:
+def _read_all(answer: http.client.HTTPResponse) -> bytes:
     """The body, within its bounds. Raises _Unanswered, OSError, HTTPException."""
     parts: list[bytes] = []
     size = 0
     while True:
-        left = until - time.monotonic()
-        if left <= 0:
-            raise _Unanswered("its answer did not end in time")
-        if connection.sock is not None:
-            connection.sock.settimeout(left)
         part = answer.read1(_READ_BYTES)
         if not part:
             return b"".join(parts)

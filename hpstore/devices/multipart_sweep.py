@@ -14,6 +14,7 @@ import http.client
 import logging
 import re
 import ssl
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from urllib.parse import quote, urlsplit
 from hpstore.devices.store_client import StoreClient
 from hpstore.devices.store_credentials import StoreCredentials, find_credentials
 from hpstore.errors import ConfigError
+from hpstore.runtime.http_deadlines import end_by
 
 _log = logging.getLogger(__name__)
 ABANDONED_SECONDS = 6 * 3600.0  # no upload of one column takes so long
@@ -119,6 +121,7 @@ class _Requests:
         with closing(connection):
             headers = self._signed(method, host, place, asked)
             connection.request(method, f"{place}?{asked}", headers=headers)
+            end_by(connection, time.monotonic() + self._seconds)
             answer = connection.getresponse()
             body = answer.read(_ANSWER_BYTES_MOST).decode(errors="replace")
             date = answer.getheader("Date")
@@ -126,19 +129,19 @@ class _Requests:
             return answer.status, body, now
 
     def _signed(self, method: str, host: str, path: str, query: str) -> dict[str, str]:
-        time = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        headers = {"host": host, "x-amz-content-sha256": _EMPTY, "x-amz-date": time}
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        headers = {"host": host, "x-amz-content-sha256": _EMPTY, "x-amz-date": stamp}
         if self._keys.token:
             headers["x-amz-security-token"] = self._keys.token
         names = ";".join(sorted(headers))
         lines = "".join(f"{name}:{headers[name]}\n" for name in sorted(headers))
         asked = f"{method}\n{path}\n{query}\n{lines}\n{names}\n{_EMPTY}"
-        scope = f"{time[:8]}/{self._region}/s3/aws4_request"
+        scope = f"{stamp[:8]}/{self._region}/s3/aws4_request"
         digest = hashlib.sha256(asked.encode()).hexdigest()
         key = f"AWS4{self._keys.secret}".encode()
         for part in scope.split("/"):
             key = hmac.digest(key, part.encode(), "sha256")
-        text = f"AWS4-HMAC-SHA256\n{time}\n{scope}\n{digest}"
+        text = f"AWS4-HMAC-SHA256\n{stamp}\n{scope}\n{digest}"
         signature = hmac.digest(key, text.encode(), "sha256").hex()
         headers["Authorization"] = (
             f"AWS4-HMAC-SHA256 Credential={self._keys.key_id}/{scope}, SignedHeaders={names}, "

@@ -153,7 +153,19 @@ def test_an_answer_without_an_end_is_given_up_by_its_size_or_its_time(
         while not done.wait(0.05):
             connection.sendall(b" ")
 
-    for answer, seconds, reason in ((flood, 30.0, "more than"), (drip, 0.5, "did not end in time")):
+    def drip_head(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+        while not done.wait(0.05):
+            connection.sendall(b"y")
+
+    def drip_chunks(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while not done.wait(0.05):
+            connection.sendall(b"0")
+
+    cases = [(flood, 30.0, "more than")]
+    cases += [(one, 0.5, "did not end in time") for one in (drip, drip_head, drip_chunks)]
+    for answer, seconds, reason in cases:
         monkeypatch.setattr(etcd_gateway, "ATTEMPT_SECONDS", seconds)
         store, began = gateway(serve(answer)), time.monotonic()
         with pytest.raises(RegistersUnavailable, match=f"{reason}|timed out"):

@@ -11,7 +11,7 @@ import torch.utils.data
 
 from hpstore.errors import ConfigError
 from hpstore.loaders.batching.dataset_orders import is_plain, source_order, subset_numbers
-from hpstore.loaders.dataset.class_names import other_classes
+from hpstore.loaders.dataset.class_names import other_meaning
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.row_filter import RowFilter, filter_mask
 from hpstore.loaders.sampling.mixture_order import MixtureOrder, Sources, sources_of
@@ -135,14 +135,14 @@ class Mixture:
                     f"{list(first.fields.items())} and {list(other.fields.items())}. Open both "
                     "with fields= for those that they share."
                 )
-            odd = other_classes(
+            odd = other_meaning(
                 first.manifest.metadata, other.manifest.metadata, first.fields, more=False
             )
             if odd is not None:
                 raise ConfigError(
-                    f"data sets {first.name!r} and {other.name!r} have different classes of "
-                    f"{odd!r}: the same numbers would stand for others. Give both the same names "
-                    "in the same order, or open both without that field"
+                    f"data sets {first.name!r} and {other.name!r} differ in {odd}: the "
+                    "same numbers would stand for others. Give both the same, classes in the same "
+                    "order, or open both without that field"
                 )
         if self.source_field in first.stored:
             raise ConfigError(f"{self.source_field!r} is a field of {first.name!r} already")

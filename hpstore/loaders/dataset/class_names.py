@@ -1,4 +1,5 @@
-"""Names of classes: what the whole numbers of a field stand for. Kept in a dataset's metadata."""
+"""What the numbers of a field stand for: names of classes, units of times. Kept in a dataset's
+metadata."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 from hpstore.loaders.dataset.fields import Field
 
 CLASSES = "classes"
+UNITS = "units"
 MOST_CLASSES = 1 << 16
 LABEL = "label"  # the field that image folders, whose classes are one list, have
 
@@ -30,18 +32,37 @@ def class_names(metadata: Mapping[str, Any], fields: Sequence[str]) -> dict[str,
     }
 
 
-def other_classes(
+def other_meaning(
     ours: Mapping[str, Any], theirs: Mapping[str, Any], fields: Mapping[str, Field], *, more: bool
 ) -> str | None:
-    """A field whose numbers stand for other names in two datasets with these metadata; None where
-    all stand for the same, or one of the two has no names. `more`: theirs may be longer."""
+    """What the numbers of a field stand for that differs in two datasets with these metadata, such
+    as "the classes of 'label'"; None where all stand for the same, or one of the two does not say.
+    `more`: their classes may be more."""
     numbers = [name for name, made in fields.items() if made.dtype not in ("str", "bytes")]
     mine, others = class_names(ours, numbers), class_names(theirs, numbers)
     for name in mine.keys() & others.keys():
         found = others[name][: len(mine[name])] if more else others[name]
         if found != mine[name]:
-            return name
+            return f"the classes of {name!r}"
+    return other_unit(ours, theirs, numbers)
+
+
+def other_unit(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], fields: Sequence[str]
+) -> str | None:
+    """A field whose times have another unit, as other_meaning() says it; None where there is none
+    for which both have one."""
+    mine, others = _units(ours), _units(theirs)
+    for name in fields:
+        both = mine.get(name), others.get(name)
+        if None not in both and both[0] != both[1]:
+            return f"the unit of {name!r} ({both[0]} and {both[1]})"
     return None
+
+
+def _units(metadata: Mapping[str, Any]) -> Mapping[str, str]:
+    found = metadata.get(UNITS)
+    return found if isinstance(found, Mapping) else {}
 
 
 def feature_classes(features: Mapping[str, Any]) -> dict[str, list[str]]:

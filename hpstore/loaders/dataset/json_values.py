@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from hpstore.errors import ConfigError
@@ -48,6 +49,33 @@ def decode_value(form: str, data: bytes) -> Any:
     elif form == "chat":
         check_chat(value)
     return value
+
+
+def parse_value(form: str, data: bytes) -> Any:
+    """The value of JSON text of other programs, in any style, as encode_value takes it. Raises
+    ValueError; of keys that come twice, too."""
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=unique_keys)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
+    if form == "str":
+        check_strings(value)
+    else:
+        check_json(value)
+    if form == "chat":
+        check_chat(value)
+    return value
+
+
+def unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON whose keys come once each. Raises ValueError."""
+    pairs = list(pairs)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {twice!r} comes twice")
+    return made
 
 
 def check_strings(value: object) -> None:

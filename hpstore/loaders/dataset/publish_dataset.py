@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
-from hpstore.loaders.dataset.class_names import other_classes
+from hpstore.loaders.dataset.class_names import other_meaning
 from hpstore.loaders.dataset.dataset_manifest import (
     PREFIX,
     ContentDigest,
@@ -241,11 +241,11 @@ def _complete(
     wanted = _common(manifests[0])
     first = manifests[0]
     for number, manifest in enumerate(manifests):
-        odd = other_classes(first.metadata, manifest.metadata, first.fields, more=False)
+        odd = other_meaning(first.metadata, manifest.metadata, first.fields, more=False)
         if odd is not None:
             raise ConfigError(
-                f"data set {name!r}: part {number} has other classes of {odd!r} than part 0: the "
-                "same numbers would stand for others. Nothing was published"
+                f"data set {name!r}: parts 0 and {number} differ in {odd}: the same numbers would "
+                "stand for others. Nothing was published"
             )
         for what, value in _common(manifest).items():
             if value != wanted[what]:

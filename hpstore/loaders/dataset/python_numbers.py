@@ -30,6 +30,8 @@ def python_numbers(
     level = _LEVELS.get(found.dtype.kind, 9) if value else wanted
     if level > wanted or (level == 0) != (wanted == 0):
         raise ConfigError(f"is a list of {found.dtype.name}, the field has {dtype}")
+    if level and bool in set(map(type, value if found.ndim == 1 else _flat(value))):
+        raise ConfigError(f"is a list of numbers and of bools, the field has {dtype}")
     if dtype == "bfloat16":
         made: Array = torch.tensor(value, dtype=torch.bfloat16).view(torch.uint16).numpy()
         return made

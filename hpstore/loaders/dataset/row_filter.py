@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.fields import Array, FieldKind, mask_name
+from hpstore.loaders.dataset.fields import BFLOAT16, Array, FieldKind, mask_name
 from hpstore.loaders.dataset.python_numbers import as_numbers
 from hpstore.loaders.dataset.ragged_lengths import ragged_lengths
 from hpstore.loaders.dataset.record_layout import Int64s
@@ -57,7 +58,7 @@ def _as_column(column: Array, values: Iterable[Any]) -> Array:
     some = [v for v in found if isinstance(v, float) or v.bit_length() <= _FLOAT_BITS]
     some = [v for v in some if not _is_beyond(column, v)]
     with np.errstate(over="ignore"):
-        return np.array(some, column.dtype if column.dtype.kind == "f" else np.float64)
+        return np.array(some, column.dtype if column.dtype.kind in "fc" else np.float64)
 
 
 def _is_beyond(column: Array, value: float) -> bool:
@@ -66,6 +67,15 @@ def _is_beyond(column: Array, value: float) -> bool:
     if column.dtype.kind != "f" or column.dtype.itemsize >= 8 or not math.isfinite(value):
         return False
     return abs(value) > float(np.finfo(column.dtype).max)
+
+
+def _as_bfloat16(value: Any) -> Any:
+    """A number as a field of bfloat16 rounds it, as numpy does for the floats that it has."""
+    value = _number(value)
+    if not isinstance(value, float):
+        return value
+    rounded = torch.tensor(value, dtype=torch.bfloat16).item()
+    return rounded if math.isfinite(rounded) else value
 
 
 def _number(value: Any) -> Any:
@@ -110,6 +120,11 @@ class Columns(Mapping[str, Array]):
         """Which samples have a value of an optional field, bool (n,); None for other fields."""
         made = self._data.fields.get(name)
         return self[mask_name(name)] if made is not None and made.optional else None
+
+    def is_bfloat16(self, name: str) -> bool:
+        """Whether a column has the values of a field of bfloat16."""
+        made = self._data.stored.get(name)
+        return made is not None and made.dtype == BFLOAT16
 
     def _keep(self, name: str, column: Array) -> Array:
         column.flags.writeable = False
@@ -194,6 +209,9 @@ def _kept_by(columns: Columns, name: str, sign: str, value: Any) -> Any:
             here = len(columns.lengths(inner) if ragged else columns[name])
             there = np.ones(here, np.bool_)
         return ~there if sign == "==" else there
+    if not ragged and columns.is_bfloat16(name):
+        several = sign in ("in", "not in")
+        value = [_as_bfloat16(one) for one in value] if several else _as_bfloat16(value)
     made = _compare(columns.lengths(inner) if ragged else columns[name], sign, value)
     if there is None:
         return made

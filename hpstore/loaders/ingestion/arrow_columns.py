@@ -56,6 +56,25 @@ def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
     )
 
 
+def time_unit(arrow: Any, kind: Any) -> str | None:
+    """What one of the ints of a column of times is, such as "timestamp[ms]"; None for others.
+    Times of any zone are those of UTC, and apart from times without a zone."""
+    t = arrow.types
+    if t.is_dictionary(kind) or t.is_list(kind) or t.is_large_list(kind):
+        return time_unit(arrow, kind.value_type)
+    if t.is_fixed_size_list(kind):
+        return time_unit(arrow, kind.value_type)
+    if t.is_timestamp(kind) and kind.tz is not None:
+        return f"timestamp[{kind.unit}, UTC]"
+    return str(kind) if t.is_temporal(kind) else None
+
+
+def time_units(arrow: Any, schema: Any) -> dict[str, str]:
+    """Those of the columns of times, by name."""
+    found = {field.name: time_unit(arrow, field.type) for field in schema}
+    return {name: unit for name, unit in found.items() if unit is not None}
+
+
 def _json_column(arrow: Any, kind: Any) -> tuple[Field, Convert] | None:
     """Of lists and structs that are no arrays of numbers."""
     t = arrow.types

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hpstore.loaders.dataset.class_names import UNITS
 from hpstore.loaders.dataset.fields import Field
-from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_samples
+from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_samples, time_units
 from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
 from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource
 from hpstore.loaders.ingestion.source_rows import SourceItem
@@ -21,6 +22,12 @@ class ArrowRows(BlockwiseSource):
         self._arrow, self._schema = arrow, schema
         self._names: list[str] = list(schema.names)
         self._optional: dict[str, bool] = {}
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """Units of times."""
+        units = time_units(self._arrow, self._schema)
+        return {UNITS: units} if units else {}
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._optional = {name: made.optional for name, made in types.items()}

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpstore.errors import ConfigError, IngestError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED
-from hpstore.loaders.dataset.class_names import CLASSES
+from hpstore.loaders.dataset.class_names import CLASSES, UNITS
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.arrow_classes import (
     class_numbers,
@@ -23,7 +23,7 @@ from hpstore.loaders.ingestion.arrow_classes import (
     is_categorical,
     recorded_classes,
 )
-from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_rows
+from hpstore.loaders.ingestion.arrow_columns import arrow_field, arrow_rows, time_units
 from hpstore.loaders.ingestion.arrow_nested import Convert, with_none
 from hpstore.loaders.ingestion.hive_partitions import Partitions, root_of
 from hpstore.loaders.ingestion.null_columns import NullColumns
@@ -173,12 +173,16 @@ class ArrowTables(BlockwiseSource):
 
     @property
     def metadata(self) -> dict[str, object]:
-        """Names of classes by column: those that Hugging Face recorded, and of dictionaries."""
+        """Names of classes by column: those that Hugging Face recorded, and of dictionaries. Units
+        of times."""
         found = recorded_classes(self._schema)
         for name in self._schema.names:
             if self._is_categorical(name) and (names := self._classes_of(name)):
                 found.setdefault(name, names)
-        return {CLASSES: found} if found else {}
+        return {
+            **({CLASSES: found} if found else {}),
+            **({UNITS: units} if (units := time_units(self._arrow, self._schema)) else {}),
+        }
 
     def _find_nulls(self) -> None:
         """Which columns are optional, of those of which that is not known.

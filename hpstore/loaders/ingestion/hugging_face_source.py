@@ -42,9 +42,9 @@ class _Tables(ArrowRows):
 
     @property
     def metadata(self) -> dict[str, object]:
-        """Names of classes by column, as `datasets` records them."""
+        """Names of classes by column, as `datasets` records them, and units of times."""
         found = recorded_classes(self._schema)
-        return {CLASSES: found} if found else {}
+        return {**({CLASSES: found} if found else {}), **super().metadata}
 
     def _batches(self, block: int, start: int) -> Iterator[Any]:
         for table in self._tables(block, start):

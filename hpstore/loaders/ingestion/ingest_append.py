@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.class_names import class_names
+from hpstore.loaders.dataset.class_names import class_names, other_unit
 from hpstore.loaders.dataset.dataset_manifest import DatasetManifest, DatasetPart, check_label
 from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manifest
 from hpstore.loaders.dataset.fields import Field
@@ -34,8 +34,9 @@ def append_base(
     return base
 
 
-def require_same_classes(base: DatasetManifest, source: Source) -> None:
-    """Raise ConfigError where numbers of classes would stand for other names than before."""
+def require_same_meaning(base: DatasetManifest, source: Source) -> None:
+    """Raise ConfigError where numbers of classes would stand for other names than before, or times
+    have another unit."""
     numbers = [name for name, field in base.fields.items() if field.dtype not in ("str", "bytes")]
     ours, theirs = class_names(base.metadata, numbers), class_names(source.metadata, numbers)
     for name, names in theirs.items():
@@ -46,6 +47,12 @@ def require_same_classes(base: DatasetManifest, source: Source) -> None:
                 "Nothing was appended; give the source the same classes in the same order (an "
                 "empty folder is one, too)"
             )
+    odd = other_unit(base.metadata, source.metadata, numbers)
+    if odd is not None:
+        raise ConfigError(
+            f"{source.where}: {odd} would differ from that in the data set: the same numbers would "
+            "stand for others. Nothing was appended; cast the column to the unit that is there"
+        )
 
 
 def _some(names: list[str]) -> str:

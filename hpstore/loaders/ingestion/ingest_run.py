@@ -29,7 +29,7 @@ from hpstore.loaders.dataset.fields import Field, check_fields, require_no_text
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, fitted_columns, infer_fields
-from hpstore.loaders.ingestion.ingest_append import append_base, require_same_classes
+from hpstore.loaders.ingestion.ingest_append import append_base, require_same_meaning
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
@@ -158,7 +158,7 @@ def _run(
     """What is asked for, checked. Appended samples are written as the dataset was."""
     base: DatasetManifest | None = asked["base"]
     if base is not None:
-        require_same_classes(base, source)
+        require_same_meaning(base, source)
         laid = laid | {"layout": base.layout, "compression": base.compression or None}
         seed = base.shuffle_seed
     asked["window_bytes"] = bytes_argument("window_bytes", asked["window_bytes"], least=1)

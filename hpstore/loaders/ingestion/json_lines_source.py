@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import IO, Any
@@ -16,6 +16,7 @@ from typing import IO, Any
 from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import brief, most_inflated
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.json_values import unique_keys
 from hpstore.loaders.ingestion.compressed_files import (
     COMPRESSIONS,
     STREAM_ERRORS,
@@ -201,21 +202,10 @@ def _skipped(file: IO[bytes]) -> int:
 def _object(data: bytes) -> dict[str, Any] | str:
     """The object of a line, or what is wrong with it."""
     try:
-        found = json.loads(data.decode(), object_pairs_hook=_once)
+        found = json.loads(data.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         return f"it is no JSON: {brief(error)}"
     return found if isinstance(found, dict) else "it is no JSON object"
-
-
-def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose keys come once each. Raises ValueError."""
-    pairs = list(pairs)
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} comes twice")
-    return made
 
 
 def _sample(

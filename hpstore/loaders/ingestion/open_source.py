@@ -22,7 +22,7 @@ from hpstore.loaders.ingestion.lmdb_source import LmdbRecords
 from hpstore.loaders.ingestion.mds_source import MdsShards
 from hpstore.loaders.ingestion.numpy_source import Arrays, numpy_files
 from hpstore.loaders.ingestion.optional_packages import needed
-from hpstore.loaders.ingestion.python_source import Iterables, MapDataset
+from hpstore.loaders.ingestion.python_source import Iterables, MapDataset, StoredSamples, stored_in
 from hpstore.loaders.ingestion.sample_source import Source
 from hpstore.loaders.ingestion.source_formats import (
     OPTIONS,
@@ -106,6 +106,8 @@ def _from_object(source: Any, names: Sequence[str] | None) -> Source:  # Any: du
         raise ConfigError("a dict is a source when all its values are numpy arrays")
     streams = isinstance(source, IterableDataset)  # which has an unusable __getitem__
     if hasattr(source, "__getitem__") and hasattr(source, "__len__") and not streams:
+        if stored_in(source) is not None:
+            return StoredSamples(source)
         return MapDataset(source, names=names)
     if isinstance(source, Iterable) or callable(source):
         return Iterables(source, names=names)

@@ -9,9 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.class_names import CLASSES, feature_classes
+from hpstore.loaders.dataset.class_names import CLASSES, UNITS, feature_classes
+from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, digest_of
 from hpstore.loaders.ingestion.source_rows import Sample, SourceItem
 
@@ -61,6 +64,40 @@ class MapDataset(IndexedSource):
             )
         except Exception as error:  # noqa: BLE001 (any error of user code is this record's)
             return SourceItem(name=name, origin=index, problem=f"{type(error).__name__}: {error}")
+
+
+def stored_in(items: object) -> Dataset | None:
+    """The dataset of hpstore that this is, or of which it is a Subset, unless it decodes images."""
+    while isinstance(items, Subset):
+        items = items.dataset
+    return items if isinstance(items, Dataset) and items.decode is None else None
+
+
+class StoredSamples(MapDataset):
+    """Samples of a dataset of hpstore, or of a Subset of one: with its fields and classes."""
+
+    kind = "hpstore"
+
+    def __init__(self, items: Any) -> None:  # Any: a Dataset or a Subset
+        super().__init__(items)
+        found = stored_in(items)
+        assert found is not None
+        self._data = found
+        self.where = f"data set {found.name}"
+
+    @property
+    def metadata(self) -> dict[str, object]:
+        """What numbers of the fields stand for."""
+        said = {CLASSES: self._data.classes, UNITS: self._data.metadata.get(UNITS)}
+        return {what: value for what, value in said.items() if value}
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        return dict(self._data.fields)
+
+    def fingerprint(self) -> str:
+        """As of any dataset, and of its version."""
+        return digest_of([super().fingerprint(), self._data.fingerprint])
 
 
 class Iterables(BlockwiseSource):

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpstore.format.untrusted_bytes import most_inflated
 from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.json_values import parse_value
 from hpstore.loaders.dataset.many_ranges import decimals
 from hpstore.loaders.dataset.stored_values import StoredValues
 from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
@@ -63,6 +64,8 @@ PLAIN = (".tar",)
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 SLICE_ROWS = 4096  # read by a thread at a time
 _WHOLE = Field("int64")
+_SHOWN = 40  # bytes of a file in a message
+_BOOLS = {b"true": True, b"1": True, b"false": False, b"0": False}
 _STREAM_ERRORS = (TarDamaged, *STREAM_ERRORS)
 
 
@@ -111,15 +114,17 @@ class WantedFiles:
         suffix = ending.rpartition(".")[2]
         made = self.types.get(ending)
         kind = made.dtype if made is not None else "str" if suffix in _TEXT else "bytes"
-        if kind not in ("str", "bytes") or (made is None and suffix in _NUMBERS):
+        text = kind == "str" and (made is None or not made.shape)
+        raw = made.is_bytes if made is not None else kind == "bytes"
+        if not (text or raw) or (made is None and suffix in _NUMBERS):
             return self._numbers(suffix, rows, made)
         if int(rows.lengths.max(initial=0)) > MAX_VALUE_BYTES:
             raise BadMember
-        if kind == "str":
+        if text:
             _require_text(rows)
         elif self.check and "." + suffix in CHECKED and any_problem(rows, lambda _: "." + suffix):
             raise BadMember
-        return StoredValues(text=kind == "str", rows=rows)
+        return StoredValues(text=text, rows=rows)
 
     def _numbers(self, suffix: str, rows: ValueRows, made: Field | None) -> Column:
         whole = made is None or made == _WHOLE
@@ -145,18 +150,30 @@ def _require_text(rows: ValueRows) -> None:
 
 def _value(ending: str, data: bytes, made: Field | None) -> object:
     """What a file of a sample is: by its field, else by its ending. Raises ValueError."""
-    if made is not None and made.dtype == "bytes":
-        return data
+    if made is not None and (made.is_bytes or made.is_json):
+        return data if made.is_bytes else parse_value(made.dtype, data)
     if made is not None and made.dtype == "str":
         return data.decode()
     if made is not None and made.shape == ():
-        return float(data) if made.dtype.startswith("float") else int(data)
+        return _number(made.dtype, data)
     if ending in _NUMBERS:
         try:
             return int(data)
         except ValueError:
             return data.decode()
     return data.decode() if ending in _TEXT else data
+
+
+def _number(dtype: str, data: bytes) -> complex:
+    """A number of a file's text. Raises ValueError."""
+    if dtype == "bool":
+        said = data.strip().lower()
+        if said not in _BOOLS:
+            raise ValueError(f"{data[:_SHOWN]!r} is none of true, false, 1 and 0")
+        return _BOOLS[said]
+    if dtype.startswith("complex"):
+        return complex(data.decode())
+    return float(data) if "float" in dtype else int(data)
 
 
 def webdataset(

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import zarr
 from zarr.errors import BaseZarrError
 
 from hpstore.errors import ConfigError
-from hpstore.loaders.dataset.fields import DTYPES, Field
+from hpstore.loaders.dataset.fields import BFLOAT16, DTYPES, Array, Field
+from hpstore.loaders.dataset.zarr_attributes import is_bfloat16, masks_of
 from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
 from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import MIB, div_ceil
@@ -25,7 +27,8 @@ _ERRORS = (BaseZarrError, OSError, ValueError, RuntimeError)  # of what cannot b
 class ZarrArrays(BlockwiseSource):
     """An array (field `data`, or its name), or the arrays directly in a group, equally long.
 
-    A block is as many rows as the largest chunk (or shard) has, fewer where that passes 64 MiB.
+    A block is as many rows as the largest chunk (or shard) has, fewer where that passes 64 MiB. Of
+    a dataset that is seen through zarr, bfloat16 and None are what they were.
     """
 
     kind = "zarr"
@@ -35,6 +38,8 @@ class ZarrArrays(BlockwiseSource):
         self._path = Path(where) if isinstance(where, str | os.PathLike) else None
         self.by_files = self._path is not None and self._path.is_dir()
         self._arrays = _arrays(where, self.where)
+        masks = masks_of(self._arrays)
+        self._masks = {name: self._arrays[mask] for name, mask in masks.items()}
         lengths = {name: array.shape[0] for name, array in self._arrays.items()}
         if len(set(lengths.values())) != 1:
             said = ", ".join(f"{name} {count}" for name, count in lengths.items())
@@ -42,11 +47,12 @@ class ZarrArrays(BlockwiseSource):
                 f"{self.where}: the arrays are not equally long: {said or 'there is none'}"
             )
         self.length = next(iter(lengths.values()))
-        self.restrict(list(self._arrays), {})
+        self.restrict([name for name in self._arrays if name not in masks.values()], {})
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         del types  # the source has its own
         self._arrays = {name: a for name, a in self._arrays.items() if name in names}
+        self._masks = {name: a for name, a in self._masks.items() if name in names}
         total = sum(a.nbytes for a in self._arrays.values())
         chunk = max((a.shards or a.chunks)[0] for a in self._arrays.values()) if self._arrays else 1
         row = max(1, total // max(1, self.length or 1))
@@ -56,7 +62,14 @@ class ZarrArrays(BlockwiseSource):
 
     @property
     def fields(self) -> dict[str, Field]:
-        return {name: Field(a.dtype.name, a.shape[1:]) for name, a in self._arrays.items()}
+        return {
+            name: Field(
+                BFLOAT16 if is_bfloat16(a) else a.dtype.name,
+                a.shape[1:],
+                optional=name in self._masks,
+            )
+            for name, a in self._arrays.items()
+        }
 
     def fingerprint(self) -> str:
         """Over metadata, first and last rows; of a local folder also sizes and times of files."""
@@ -81,7 +94,8 @@ class ZarrArrays(BlockwiseSource):
         first = block * self._rows
         stop = min(first + self._rows, self.length or 0)
         try:
-            parts = {name: np.asarray(a[first:stop]) for name, a in self._arrays.items()}
+            parts = {name: _values(a, first, stop) for name, a in self._arrays.items()}
+            masks = {name: np.asarray(a[first:stop]) for name, a in self._masks.items()}
         except _ERRORS as error:
             problem = f"it cannot be read: {error or type(error).__name__}"
             item = SourceItem(
@@ -93,8 +107,19 @@ class ZarrArrays(BlockwiseSource):
             yield SourceItem(
                 name=f"{self.where}[{first + row}]",
                 origin=block << BLOCK_SHIFT | row,
-                sample={name: np.asarray(part[row]) for name, part in parts.items()},
+                sample={
+                    name: part[row] if name not in masks or masks[name][row] else None
+                    for name, part in parts.items()
+                },
             )
+
+
+def _values(array: zarr.Array[Any], first: int, stop: int) -> Array | torch.Tensor:
+    """Rows of an array, as samples have them."""
+    found = np.asarray(array[first:stop])
+    if not is_bfloat16(array):
+        return found
+    return torch.from_numpy(np.array(found, np.uint16)).view(torch.bfloat16)
 
 
 def _arrays(where: Any, said: str) -> dict[str, zarr.Array[Any]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, ObjectNotFound, VersionConflict
-from hpstore.loaders.dataset.class_names import other_classes
+from hpstore.loaders.dataset.class_names import other_meaning
 from hpstore.loaders.dataset.dataset_manifest import (
     DatasetManifest,
     DatasetPart,
@@ -298,12 +298,12 @@ class DatasetWriter(Closing):
 
         def behind(newest: DatasetManifest) -> DatasetManifest:
             require_same_fields(self.name, newest, self.fields)
-            odd = other_classes(newest.metadata, self.metadata or {}, self.fields, more=True)
+            odd = other_meaning(newest.metadata, self.metadata or {}, self.fields, more=True)
             if odd is not None:
                 raise ConfigError(
-                    f"append to data set {self.name!r}: the classes of {odd!r} are others than "
-                    "there, and the same numbers would stand for others. Nothing was appended; "
-                    "give the names that are there, in their order, new ones behind them"
+                    f"append to data set {self.name!r}: {odd} would be others than there, and "
+                    "the same numbers would stand for others. Nothing was appended; give what is "
+                    "there, classes in their order, new ones behind them"
                 )
             parts = (*newest.parts, *manifest.parts)
             content = joined_content(self.pool, self.name, newest, parts)

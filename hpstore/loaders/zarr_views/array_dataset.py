@@ -16,6 +16,7 @@ from hpstore.errors import ConfigError
 from hpstore.format.checksum import digest128
 from hpstore.loaders.dataset.dataset import Sample
 from hpstore.loaders.dataset.fields import Array, Value
+from hpstore.loaders.dataset.zarr_attributes import is_bfloat16
 
 _NUMBERS = "biufc"  # kinds of numpy dtypes that torch has
 _TEXT = "UTO"  # text of fixed width, of any width, and objects, which zarr uses for it
@@ -24,9 +25,12 @@ _TEXT = "UTO"  # text of fixed width, of any width, and objects, which zarr uses
 class ZarrDataset(torch.utils.data.Dataset[Sample]):
     """Samples along the first axis of zarr arrays; sample i is a dict of row i of each.
 
-    Numbers come as tensors, of text each row as a str. Reads go through zarr, one selection of each
-    array for a batch, so a chunk is read once a batch. The length is that of now; arrays that grow
-    later are opened again. Thread-safe; pickles when the arrays' store does.
+    Numbers come as tensors, of text each row as a str. Of a dataset that is seen through zarr,
+    bfloat16 is bfloat16, and an optional field has zeros where its mask is False.
+
+    Reads go through zarr, one selection of each array for a batch, so a chunk is read once a batch.
+    The length is that of now; arrays that grow later are opened again. Thread-safe; pickles when
+    the arrays' store does.
 
     Parameters
     ----------
@@ -96,7 +100,7 @@ class ZarrDataset(torch.utils.data.Dataset[Sample]):
             raise IndexError(f"sample {bad[0]} of a data set of {len(self)}")
         wanted, place = np.unique(np.where(rows < 0, rows + len(self), rows), return_inverse=True)
         columns = {name: _read_rows(a, wanted)[place] for name, a in self.arrays.items()}
-        values = {name: _as_values(column) for name, column in columns.items()}
+        values = {name: _as_values(self.arrays[name], column) for name, column in columns.items()}
         return [{name: values[name][row] for name in values} for row in range(len(rows))]
 
     def __repr__(self) -> str:
@@ -127,8 +131,9 @@ def _read_rows(array: zarr.Array[Any], rows: npt.NDArray[np.int64]) -> Array:
     return np.asarray(array.oindex[rows])
 
 
-def _as_values(column: Array) -> Sequence[Value]:
+def _as_values(array: zarr.Array[Any], column: Array) -> Sequence[Value]:
     if column.dtype.kind in _TEXT:
         return [str(value) for value in column]
     native = np.ascontiguousarray(column, column.dtype.newbyteorder("="))
-    return torch.from_numpy(native).unbind(0)
+    made = torch.from_numpy(native)
+    return (made.view(torch.bfloat16) if is_bfloat16(array) else made).unbind(0)

@@ -25,9 +25,10 @@ from hpstore.interop.parallel_calls import Span
 from hpstore.interop.zarr.base_store import BlockingStore, byte_span
 from hpstore.loaders.dataset.dataset import Dataset, reopen_dataset
 from hpstore.loaders.dataset.dataset_manifest import PREFIX
-from hpstore.loaders.dataset.fields import Field, FieldKind
+from hpstore.loaders.dataset.fields import Field, FieldKind, mask_name
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.shard_layout import CRC_BYTES, INDEX_ENTRY_BYTES
+from hpstore.loaders.dataset.zarr_attributes import DTYPE, MASK
 from hpstore.pool.pool import Pool
 from hpstore.units import MIB, div_ceil
 
@@ -50,6 +51,7 @@ class ArrayView:
     name: str
     field: Field
     rows: int
+    mask: str = ""  # name of the array that says where there is a value; "": there always is one
 
     @property
     def sharded(self) -> bool:
@@ -97,7 +99,8 @@ class ArrayView:
         return raw + int(google_crc32c.value(raw)).to_bytes(CRC_BYTES, "little")
 
     def document(self) -> bytes:
-        """zarr.json. bfloat16, which zarr 3 does not know, is uint16 with an attribute."""
+        """zarr.json. What zarr 3 does not know are attributes: bfloat16, which is uint16, and where
+        an optional field has its mask."""
         shape = self.field.inner_shape
         kind = self.field.storage.kind
         codecs: list[Any] = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -123,7 +126,10 @@ class ArrayView:
                 "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
                 "fill_value": fills.get(kind, 0),
                 "codecs": codecs,
-                "attributes": {"hpstore_dtype": self.field.dtype},
+                "attributes": {
+                    DTYPE: self.field.dtype,
+                    **({MASK: self.mask} if self.mask else {}),
+                },
             }
         )
 
@@ -211,7 +217,12 @@ class DatasetStore(BlockingStore):
         else:
             dataset = reopen_dataset(self._pool(), self.name, None, self._fingerprint)
         arrays = {
-            name: ArrayView(name=name, field=made, rows=len(dataset))
+            name: ArrayView(
+                name=name,
+                field=made,
+                rows=len(dataset),
+                mask=mask_name(name) if made.optional else "",
+            )
             for name, made in dataset.stored.items()
             if not made.is_ragged
         }
