@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +24,10 @@ from hpstore.loaders.cache.memory_tier import SharedMemory
 from hpstore.loaders.cache.messages import address
 from hpstore.loaders.dataset.record_layout import Int64s
 from tests.fault.common import MakeDisks, exit_status, forked, poll
+from tests.fault.shared_cache import COUNT, PATIENCE, SIZE, owner, said
 from tests.integration.cache_sources import NumberedSource, read_checked, read_epoch
 
 pytestmark = pytest.mark.fault
-COUNT, SIZE = 200, 3000
-PATIENCE = 60.0
 
 
 def insides(cache: Cache) -> tuple[Core, DiskTier]:
@@ -62,11 +60,6 @@ class Run:
         part = insides(self.cache)[0].stocks[self.source.name].disk
         assert part is not None
         return int(np.count_nonzero(part.file.checks))
-
-
-def said(caplog: pytest.LogCaptureFixture, words: str) -> int:
-    """How many warnings have these words."""
-    return sum(words in record.getMessage() for record in caplog.records)
 
 
 # --- the disk ---------------------------------------------------------------------------------
@@ -298,22 +291,6 @@ def test_a_process_killed_while_it_writes_leaves_no_wrong_bytes(tmp_path: Path) 
 
 
 # --- processes that share one cache -----------------------------------------------------------
-
-
-def owner(name: str, ready: Path, folder: Path | None = None) -> Callable[[], None]:
-    """A process that owns a shared cache of all blocks, has read the first half, and waits."""
-
-    def body() -> None:
-        extra = {} if folder is None else {"disk_path": folder, "disk_bytes": COUNT * 4096}
-        memory = 2 * COUNT * SIZE if folder is None else COUNT * SIZE // 8
-        cache = Cache(memory, share=name, **extra)  # type: ignore[arg-type]
-        source = NumberedSource(COUNT, SIZE)
-        reader = cache.attach(source, batch_blocks=10)
-        read_epoch(reader, source, np.arange(COUNT // 2), 10)
-        ready.touch()
-        signal.pause()
-
-    return body
 
 
 def shm_names() -> set[str]:

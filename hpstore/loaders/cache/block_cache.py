@@ -143,8 +143,8 @@ class Cache(Closing):
                 )
             except Lost as error:
                 raise ConfigError(
-                    f"the owner of the shared cache {self.share!r} is gone ({error}): make the "
-                    "cache again"
+                    f"the owner of the shared cache {self.share!r} is gone, or was stopped "
+                    f"({error}): make the cache again, or give share= another name"
                 ) from error
             self._readers.add(made_here)
             return made_here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +32,12 @@ from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.clock import Clock
 from hpstore.units import MIB
 
+_log = logging.getLogger(__name__)
 _NONE: Int64s = np.empty(0, np.int64)
 TURN_SECONDS = 5.0  # that a batch waits for one which should have come before it
 MOST_COPIES_BYTES = 16 * MIB  # of blocks that memory had no room for, on their way to the disk
 REST_SECONDS = 1.0  # that a fetched block waits for pages which others still copy
-LATE_SECONDS = 30.0  # that a request waits for somebody else's fetch
+LATE_SECONDS = 10.0  # that a request waits for somebody else's fetch
 
 
 class Core:
@@ -218,12 +220,24 @@ class Core:
                 prefetch_used_total=len(used), prefetch_used_bytes=bytes_of(stock.sizes, used)
             )
 
-    def wait(self, late: Sequence[tuple[int, int, BlockFetch]]) -> None:
-        """Until all of these flights have ended, or it takes too long."""
+    def wait(self, stock: SourceState, late: Sequence[tuple[int, int, BlockFetch]]) -> None:
+        """Until all of these flights have ended. One that takes too long is given up, so that
+        nobody waits for it again: its process may have been stopped."""
         with self.lock:
             self.landed.wait_for(lambda: all(f.done for _, _, f in late), LATE_SECONDS)
             for _, _, flight in late:
                 flight.waiting -= 1
+            overdue = [(block, flight) for _, block, flight in late if not flight.done]
+            self._drop(stock, overdue)
+            for _, flight in overdue:  # where it lands after all, nobody expects it
+                flight.keep = flight.ahead = flight.told = False
+        if overdue and self.tally.first("overdue_total"):
+            _log.warning(
+                "%s: a fetch by another thread or process takes more than %.0f s; who waits for it "
+                "fetches for himself. No data is lost; overdue_total counts these",
+                stock.name,
+                LATE_SECONDS,
+            )
 
     def copied(self, room: Room, ticket: int) -> None:
         """The pages that were found are not needed any more."""
@@ -311,11 +325,13 @@ class Core:
     def give_up(self, stock: SourceState, flights: Iterable[tuple[int, BlockFetch]]) -> None:
         """End flights without bytes: who waits fetches for himself."""
         with self.lock:
-            flights = list(flights)
-            lost = [block for block, flight in flights if flight.keep]
-            if lost and not stock.replaced:
-                stock.policy.dropped(np.array(lost, np.int64))
-            self._end(stock, flights)
+            self._drop(stock, list(flights))
+
+    def _drop(self, stock: SourceState, flights: Sequence[tuple[int, BlockFetch]]) -> None:
+        lost = [block for block, flight in flights if flight.keep]
+        if lost and not stock.replaced:
+            stock.policy.dropped(np.array(lost, np.int64))
+        self._end(stock, flights)
 
     def _end(self, stock: SourceState, flights: Sequence[tuple[int, BlockFetch]]) -> None:
         for block, flight in flights:

@@ -134,7 +134,7 @@ class Attached(Closing):
     def _take_late(self, asked: Asked, blocks: Int64s, targets: Targets) -> list[int]:
         """Requests that others fetched for; those for which they did not."""
         core, stock = self._core, self._stock
-        core.wait(asked.late)
+        core.wait(stock, asked.late)
         left: list[int] = []
         for i, _, flight in asked.late:
             if flight.data is not None:

@@ -17,6 +17,7 @@ from hpstore.runtime.local_messages import Lost, Stranger, check_peer
 
 _log = logging.getLogger(__name__)
 TURNS = 16
+ANSWER_SECONDS = 25.0  # of an owner: it waits for turns, and for what others fetch, for less
 _TRIES, _TRY_SECONDS = 25, 0.02
 
 
@@ -38,8 +39,10 @@ def connect(name: str) -> socket.socket:
 
 
 def _connected(name: str, turn: int) -> socket.socket:
-    """A connection to one address. Raises Stranger, Lost."""
+    """A connection to one address, which waits for no answer longer than ANSWER_SECONDS: the owner
+    may have been stopped. Raises Stranger, Lost."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    made.settimeout(ANSWER_SECONDS)
     try:
         made.connect(address(name, turn))
         check_peer(made)

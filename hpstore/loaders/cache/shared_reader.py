@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -46,7 +47,8 @@ class _Own(threading.local):
 class SharedAttached(Closing):
     """As Attached, through the owner of a shared cache. read() is for many threads.
 
-    When the owner is gone, or this is a forked child, it reads the source: counted, said once.
+    When the owner is gone or does not answer, or this is a forked child, it reads the source:
+    counted, said once.
     """
 
     def __init__(
@@ -239,10 +241,16 @@ class SharedAttached(Closing):
 
     def _lose(self, error: Lost) -> None:
         self._lost, self._mapped = True, None
+        if self._pid == os.getpid():  # an owner that was stopped, and goes on, hands us nothing
+            with self._lock:
+                connections = (self._main, *self._others)
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
         if self._tally.first("owner_lost_total"):
             _log.warning(
-                "the shared cache %r is gone (%s): reading without it from now on. No data is "
-                "lost.",
+                "the owner of the shared cache %r is gone, or was stopped (%s): reading without it "
+                "from now on. No data is lost.",
                 self._name,
                 error,
             )

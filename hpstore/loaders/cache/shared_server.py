@@ -291,7 +291,7 @@ class _Peer:
         if self._asked is None:
             raise Lost("nothing was asked")
         late = self._asked.late
-        self._core.wait(late)
+        self._core.wait(self._stock, late)
         self._asked.late = []
         found = [(i, flight.data) for i, _, flight in late if flight.data is not None]
         send(self._connection, {"requests": [i for i, _ in found]}, [data for _, data in found])
