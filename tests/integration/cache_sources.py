@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.cache import Attached, SharedAttached
+from hpstore.loaders.cache import AnyAttached
 from hpstore.loaders.cache.block_source import Sizes, Targets, sizes_of
 from hpstore.loaders.dataset.record_layout import Int64s
 
@@ -53,7 +53,7 @@ class NumberedSource:
             target[:] = self.bytes_of(block)
 
 
-def read_checked(reader: Attached | SharedAttached, source: NumberedSource, blocks: Int64s) -> None:
+def read_checked(reader: AnyAttached, source: NumberedSource, blocks: Int64s) -> None:
     """Read a batch, as rows of one array where they have one size; every byte must be right."""
     sizes = sizes_of(source.sizes, blocks)
     targets: Targets
@@ -66,9 +66,7 @@ def read_checked(reader: Attached | SharedAttached, source: NumberedSource, bloc
         assert np.array_equal(target, source.bytes_of(block)), f"block {block}"
 
 
-def read_epoch(
-    reader: Attached | SharedAttached, source: NumberedSource, order: Int64s, batch: int = 16
-) -> None:
+def read_epoch(reader: AnyAttached, source: NumberedSource, order: Int64s, batch: int = 16) -> None:
     """Read an order in batches."""
     for at in range(0, len(order), batch):
         read_checked(reader, source, order[at : at + batch])

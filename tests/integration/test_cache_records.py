@@ -9,7 +9,7 @@ import pytest
 
 from hpstore.errors import ConfigError
 from hpstore.loaders import Dataset, DatasetWriter, Field
-from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
+from hpstore.loaders.cache import AnyAttached, Cache, MemoryLost
 from hpstore.loaders.cache.record_source import RecordSource
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.pool.pool import Pool
@@ -31,9 +31,7 @@ def written(pool: Pool, seed: int, *, ragged: bool) -> Dataset:
     return Dataset(pool, "train")
 
 
-def checked(
-    reader: Attached | SharedAttached, data: Dataset, source: RecordSource, rows: Int64s
-) -> None:
+def checked(reader: AnyAttached, data: Dataset, source: RecordSource, rows: Int64s) -> None:
     """What the cache gives is what the data set gives."""
     wanted, _ = data.read_records(data.streams[0], rows)
     targets = [np.zeros(len(record), np.uint8) for record in wanted]

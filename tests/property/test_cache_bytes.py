@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpstore.loaders.cache import Attached, Cache, SharedAttached
+from hpstore.loaders.cache import AnyAttached, Cache
 from tests.integration.cache_sources import NumberedSource, read_checked
 
 COUNT = 60
@@ -46,7 +46,7 @@ class Scene:
         """Open the cache as a new process would."""
         self.cache = Cache(400_000, disk_path=self.folder, disk_bytes=60 * 4096)
         self.reader = self.cache.attach(self.source, batch_blocks=12)
-        self.other: Attached | SharedAttached | None = None
+        self.other: AnyAttached | None = None
         self.order = np.empty(0, np.int64)
         self.epoch = 0
 

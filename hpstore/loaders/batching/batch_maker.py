@@ -128,13 +128,16 @@ class Session:
             for slab in self.slabs.values():
                 slab.look_again()
 
-    def leave(self) -> None:
-        """Nobody needs what is filled for this run alone. Does not wait. Idempotent."""
+    def leave(self, *, dropped: bool = False) -> None:
+        """Nobody needs what is filled for this run alone. Does not wait. Idempotent.
+
+        `dropped`: the garbage collector calls, which may have come to a thread in the cache.
+        """
         self._left = True
         if self.own and self.filler is not None:
             self.filler.stop()
         if self.cached is not None:
-            self.cached.leave()
+            self.cached.let_go() if dropped else self.cached.leave()
         for slab in self.slabs.values():
             slab.look_again()
 
@@ -327,6 +330,8 @@ class Engine(Closing):
             self._node.session.hurry()
         if self._filler is not None:
             self._filler.stop()
+        if self.cached is not None:
+            self.cached.let_go()
         if self.direct is not None:
             self.direct.stop()
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpstore.codec.galois import Bytes
-from hpstore.loaders.cache import Attached, Cache, MemoryLost, SharedAttached
+from hpstore.loaders.cache import AnyAttached, Cache, MemoryLost
 from hpstore.loaders.cache.record_source import RecordSource
 from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.record_layout import Int64s
@@ -33,7 +33,7 @@ class CachedReads(Closing):
 
     def __init__(self, cache: Cache, data: Dataset, *, batch_rows: int) -> None:
         self.data = data
-        self.attached: dict[int, Attached | SharedAttached] = {}
+        self.attached: dict[int, AnyAttached] = {}
         try:
             for stream in data.streams:
                 self.attached[stream.number] = cache.attach(
@@ -66,6 +66,13 @@ class CachedReads(Closing):
             self._run.leave()
         self._detach()
 
+    def let_go(self) -> None:
+        """As close(), without waiting for a lock of the cache: for the garbage collector."""
+        if self._run is not None:
+            self._run.let_go()
+        for attached in self.attached.values():
+            attached.let_go()
+
     def _detach(self) -> None:
         for attached in self.attached.values():
             attached.close()
@@ -80,8 +87,8 @@ class CachedRun:
     def __init__(self, reads: CachedReads) -> None:
         self._reads = reads
         self._following: _Following | None = None
-        self._left, self._reading = False, 0
-        self._moved = threading.Condition()  # guards both
+        self._left, self._told_so, self._reading = False, False, 0
+        self._moved = threading.Condition()  # guards all three
 
     def read(self, stream: Stream, indices: Int64s, targets: Sequence[Bytes] | Bytes) -> bool:
         """As StoredData.read_rows."""
@@ -152,12 +159,18 @@ class CachedRun:
     def leave(self) -> None:
         """Nothing more is read, and what was told does not hold any more. Idempotent."""
         with self._moved:
-            before, self._left = self._left, True
+            self._left, before, self._told_so = True, self._told_so, True
         if before:
             return
         if self._following is not None:
             self._following.stop()
         self._reads.expect(0, None)
+
+    def let_go(self) -> None:
+        """Nothing more is read. The cache is told by leave(), or knows when its reader goes."""
+        self._left = True
+        if self._following is not None:
+            self._following.stop(wait=False)
 
     def settle(self) -> None:
         """Wait until its reads have ended."""
@@ -190,6 +203,17 @@ class _Following:
         self._reads.expect(epoch, foretell_own(self._order, self._slices, epoch, position))
 
     def _run(self) -> None:
+        try:
+            self._follow()
+        except Exception:  # noqa: BLE001 (an order may be of anybody's)
+            self._reads.data.pool.metrics.count("order_not_told_total")
+            _log.exception("an order is told to the cache no further, which learns instead")
+            with self._moved:  # nobody waits for it
+                self._stopped = True
+                self._moved.notify_all()
+            self._reads.expect(0, None)
+
+    def _follow(self) -> None:
         while True:
             with self._moved:
                 self._moved.wait_for(
@@ -211,9 +235,10 @@ class _Following:
             self._moved.wait_for(lambda: self._stopped or self._told >= epoch)
         return new
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         """Tell no more. Waits for what is being told."""
         with self._moved:
             self._stopped = True
             self._moved.notify_all()
-        self._thread.join()
+        if wait:
+            self._thread.join()

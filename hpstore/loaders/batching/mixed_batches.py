@@ -110,10 +110,10 @@ class MixedSession:
         for session, place in zip(self._sessions, self._places(piece), strict=True):
             session.needed_from(piece, place)
 
-    def leave(self) -> None:
+    def leave(self, *, dropped: bool = False) -> None:
         """As Session.leave."""
         for session in self._sessions:
-            session.leave()
+            session.leave(dropped=dropped)
 
     def close(self) -> None:
         """As Session.close."""

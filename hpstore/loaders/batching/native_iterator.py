@@ -127,7 +127,8 @@ class BatchRun:
     def abandon(self) -> None:
         """Stop without waiting for what is being made. Idempotent."""
         self._pipeline.abandon()
-        self._leave()
+        if self._leave.detach() is not None and self._pid == os.getpid():
+            self._session.leave()
 
     def close(self) -> None:
         """Stop, and wait until nothing is being made. Idempotent."""
@@ -138,9 +139,9 @@ class BatchRun:
 
 
 def _leave(session: AnySession, pid: int) -> None:
-    """Called once: when a run is closed or dropped, or when the process ends."""
+    """Called when a run is dropped, or when the process ends."""
     if pid == os.getpid():
-        session.leave()
+        session.leave(dropped=True)
 
 
 def _depth(loader: Served, native: Native, threads: int, rows: int) -> int:

@@ -205,9 +205,9 @@ class PackedSession:
             place = (piece.epoch, order.document_at(piece.epoch, piece.start))
         inner.needed_from(piece, place)
 
-    def leave(self) -> None:
+    def leave(self, *, dropped: bool = False) -> None:
         """As Session.leave."""
-        self._inner.leave()
+        self._inner.leave(dropped=dropped)
 
     def close(self) -> None:
         """As Session.close."""

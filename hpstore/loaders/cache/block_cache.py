@@ -6,13 +6,14 @@ import os
 import socket
 import weakref
 from contextlib import ExitStack
+from typing import TypeAlias
 
 from hpstore.errors import AlreadyClosed, ConfigError
 from hpstore.loaders.cache.block_source import BlockSource
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.cache_counters import CacheTally, shares
 from hpstore.loaders.cache.disk_tier import DiskTier
-from hpstore.loaders.cache.local_reader import Attached
+from hpstore.loaders.cache.local_reader import Attached, Beside
 from hpstore.loaders.cache.memory_tier import OwnMemory, Pin, SharedMemory
 from hpstore.loaders.cache.messages import listen
 from hpstore.loaders.cache.partition import Division
@@ -27,6 +28,9 @@ from hpstore.runtime.local_messages import Lost
 from hpstore.units import bytes_argument, whole_argument
 
 PREFETCH_THREADS = 2
+
+
+AnyAttached: TypeAlias = Attached | SharedAttached | Beside
 
 
 class Cache(Closing):
@@ -104,7 +108,7 @@ class Cache(Closing):
 
     def attach(
         self, source: BlockSource, *, job: str | None = None, batch_blocks: int = 1
-    ) -> Attached | SharedAttached:
+    ) -> AnyAttached:
         """Make a reader of `source` for one job. The caller closes it.
 
         A source that the cache does not hold yet changes the shares of the others: the memory is
@@ -121,9 +125,10 @@ class Cache(Closing):
 
         Returns
         -------
-        Attached or SharedAttached
+        Attached or SharedAttached or Beside
             Its read() may be called by many threads. It is a SharedAttached in a process that does
-            not own the shared cache.
+            not own the shared cache, a fork of the owner's too. In a fork of the process of any
+            other cache it is a Beside, which reads the source.
 
         Raises
         ------
@@ -135,7 +140,12 @@ class Cache(Closing):
         """
         if self._closed:
             raise AlreadyClosed("this cache is closed")
-        if self._owned is None:
+        forked = self._pid != os.getpid()
+        if forked:
+            self._tally.renew()
+            if self.share is None:
+                return Beside(source, self._tally)
+        if self._owned is None or forked:
             assert self.share is not None
             try:
                 made_here = SharedAttached(
@@ -154,15 +164,17 @@ class Cache(Closing):
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and what they mean: see counts.shares and docs/cache.md."""
+        self._tally.renew()
         found = self._tally.snapshot()
         found |= shares(found)
-        if self._owned is not None:
+        if self._owned is not None and self._pid == os.getpid():  # else its locks may be held
             found |= self._owned.gauges()
         return found
 
     def flush(self) -> None:
         """Wait until blocks on their way to the disk are there, for some seconds at most."""
-        if self._owned is not None and self._owned.disk is not None:
+        ours = self._owned is not None and self._pid == os.getpid()
+        if ours and self._owned is not None and self._owned.disk is not None:
             self._owned.disk.flush()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +25,7 @@ from hpstore.loaders.cache.source_state import (
     Fetched,
     FetchTurn,
     Landing,
+    Leaving,
     ReaderJob,
     Room,
     SourceState,
@@ -53,6 +55,7 @@ class Core:
         self.landed = threading.Condition(self.lock)  # a flight ended, a job or a writer moved
         self.wanted = threading.Condition(self.lock)  # there may be something to prefetch
         self.stocks: dict[str, SourceState] = {}
+        self.leaving: Leaving = deque()  # readers that nobody has closed
         self.room: Room
         self.layout = 0  # counts the rooms
         self.writing = 0  # threads that write into pages: the room must stay

@@ -12,6 +12,7 @@ import numpy as np
 from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.block_source import BlockSource, Targets, sizes_of
 from hpstore.loaders.cache.cache_core import Core
+from hpstore.loaders.cache.cache_counters import CacheTally
 from hpstore.loaders.cache.partition import Division
 from hpstore.loaders.cache.policy_interface import Bools
 from hpstore.loaders.cache.source_state import Asked, Fetched, ReaderJob, SourceState
@@ -202,6 +203,45 @@ class Attached(Closing):
         if not self._closed and self._pid == os.getpid():
             self._closed = True
             self._division.detach(self._stock, self._job)
+
+    def let_go(self) -> None:
+        """As close(), without a lock and a little later: for the garbage collector."""
+        if not self._closed and self._pid == os.getpid():
+            self._closed = True
+            self._core.leaving.append((self._stock, self._job))
+
+
+class Beside(Closing):
+    """A reader that was made in a process which is forked from the cache's own: it reads its
+    source. The cache's locks may be held for ever there, its memory be written by the parent."""
+
+    def __init__(self, source: BlockSource, tally: CacheTally) -> None:
+        self._source, self._tally = source, tally
+        if tally.first("passed_by_total"):
+            _log.warning("%s is read without its cache (in a forked process)", source.name)
+
+    def read(self, blocks: Int64s, targets: Targets) -> None:
+        """As Attached.read."""
+        blocks = np.asarray(blocks, np.int64)
+        sizes = sizes_of_blocks(self._source, blocks)
+        check_targets(sizes, targets)
+        missed = read_each_once(self._source, blocks, targets, np.arange(len(blocks)))
+        self._tally.add(miss_total=missed, miss_bytes=int(sizes.sum()))
+
+    def expect(self, epoch: int, blocks: Int64s | None) -> None:
+        """As Attached.expect: nobody looks ahead."""
+
+    def drawn(self, blocks: Int64s) -> None:
+        """As Attached.drawn."""
+
+    def begin_epoch(self, requests: int | None = None) -> None:
+        """As Attached.begin_epoch."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def let_go(self) -> None:
+        """Nothing is held."""
 
 
 def read_each_once(source: BlockSource, blocks: Int64s, targets: Targets, which: Int64s) -> int:

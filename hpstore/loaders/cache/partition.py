@@ -28,7 +28,14 @@ from hpstore.loaders.cache.page_allocator import (
 )
 from hpstore.loaders.cache.policy_interface import Arrays, MakePolicy, Policy
 from hpstore.loaders.cache.saved_policy import load_learned, save_learned
-from hpstore.loaders.cache.source_state import AHEAD, MOST_JOBS, ReaderJob, Room, SourceState
+from hpstore.loaders.cache.source_state import (
+    AHEAD,
+    MOST_JOBS,
+    ReaderJob,
+    Room,
+    SourceState,
+    see_off,
+)
 from hpstore.loaders.policy import SampledLog
 from hpstore.units import format_bytes
 
@@ -62,6 +69,7 @@ class Division:
         core = self._core
         with self._turn:
             with core.lock:
+                see_off(core.leaving)
                 others = self._check_room(source, batch_blocks)
                 old = core.stocks.get(source.name)
             if old is None or old.identity != source.identity:
@@ -82,9 +90,7 @@ class Division:
     def detach(self, stock: SourceState, job: ReaderJob) -> None:
         """A reader is gone. What it brought stays for the next one."""
         with self._core.lock:
-            if stock.jobs.pop(job.number, None) is not None and not stock.replaced:
-                stock.policy.expect(job.number, None)
-                stock.choose_source()
+            stock.leave(job)
 
     def save(self) -> None:
         """Write what was learned beside the disk tier."""

@@ -16,7 +16,14 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache.block_source import MemoryLost, bytes_of, sizes_of
 from hpstore.loaders.cache.cache_core import Core
 from hpstore.loaders.cache.page_allocator import pages_needed
-from hpstore.loaders.cache.source_state import BlockFetch, Fetched, ReaderJob, Room, SourceState
+from hpstore.loaders.cache.source_state import (
+    BlockFetch,
+    Fetched,
+    ReaderJob,
+    Room,
+    SourceState,
+    see_off,
+)
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing
@@ -103,6 +110,7 @@ def _work(core: Core, chore: Callable[[], None] | None) -> None:
 
 def next_work(core: Core) -> PrefetchWork | None:
     """What to fetch now, if anything. Under the core's lock."""
+    see_off(core.leaving)
     if core.demanding:
         return None
     now = core.clock.monotonic()

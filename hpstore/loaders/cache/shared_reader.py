@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,10 +39,20 @@ class _Mapped:
     first: Int32s
 
 
+class _Connection:
+    """A socket that is closed when nobody has it any more: its thread has ended."""
+
+    def __init__(self, made: socket.socket) -> None:
+        self.socket = made
+
+    def __del__(self) -> None:
+        self.socket.close()
+
+
 class _Own(threading.local):
     """The connection of one thread."""
 
-    connection: socket.socket | None = None
+    connection: _Connection | None = None
 
 
 class SharedAttached(Closing):
@@ -55,10 +66,10 @@ class SharedAttached(Closing):
         self, name: str, source: BlockSource, job: str, batch_blocks: int, tally: CacheTally
     ) -> None:
         self._name, self._source, self._tally = name, source, tally
-        self._pid, self._lost = os.getpid(), False
+        self._pid, self._lost, self._closed = os.getpid(), False, False
         self._own = _Own()
         self._lock = threading.Lock()  # guards _main's use, _mapped, _others, _told
-        self._others: list[socket.socket] = []
+        self._others: weakref.WeakSet[_Connection] = weakref.WeakSet()
         self._told = 0  # messages about what comes: requests count after them
         facts = {
             "op": "attach",
@@ -207,20 +218,18 @@ class SharedAttached(Closing):
     def _connection(self) -> socket.socket:
         """The calling thread's."""
         if self._own.connection is None:
-            made = connect(self._name)
-            send(made, {"op": "join", "stock": self._stock, "job": self._job})
-            receive(made)
+            made = _Connection(connect(self._name))
+            send(made.socket, {"op": "join", "stock": self._stock, "job": self._job})
+            receive(made.socket)
             self._own.connection = made
             with self._lock:
-                self._others.append(made)
-        return self._own.connection
+                self._others.add(made)
+        return self._own.connection.socket
 
     def _drop_connection(self) -> None:
         made, self._own.connection = self._own.connection, None
         if made is not None:
-            with self._lock:
-                self._others.remove(made)
-            made.close()
+            made.socket.close()
 
     def _map_anew(self, layout: int) -> None:
         """Map the memory as it is laid out now, unless it is."""
@@ -242,11 +251,9 @@ class SharedAttached(Closing):
     def _lose(self, error: Lost) -> None:
         self._lost, self._mapped = True, None
         if self._pid == os.getpid():  # an owner that was stopped, and goes on, hands us nothing
-            with self._lock:
-                connections = (self._main, *self._others)
-            for connection in connections:
-                with contextlib.suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+            self._hang_up()
+        if self._closed:
+            return
         if self._tally.first("owner_lost_total"):
             _log.warning(
                 "the owner of the shared cache %r is gone, or was stopped (%s): reading without it "
@@ -279,9 +286,21 @@ class SharedAttached(Closing):
         except Lost as error:
             self._lose(error)
 
+    def _hang_up(self) -> None:
+        """End the connections, also under threads that use them, which then are Lost."""
+        for connection in (self._main, *(one.socket for one in list(self._others))):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """As Attached.close."""
+        self.let_go()
         if self._pid == os.getpid():
-            for connection in (self._main, *self._others):
+            for connection in (self._main, *(one.socket for one in list(self._others))):
                 connection.close()
-        self._lost = True
+
+    def let_go(self) -> None:
+        """As Attached.let_go."""
+        self._closed = self._lost = True
+        if self._pid == os.getpid():
+            self._hang_up()

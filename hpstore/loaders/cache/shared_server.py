@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 256
 HERE, FETCH, KEEP, LATE, AGAIN, INLINE = range(6)  # what a request is told; KEEP: fetch, and send
 JOIN_SECONDS = 2.0
+PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class CacheServer(Closing):
         self._listener = listener
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()  # guards _connections
-        self._pid = os.getpid()
+        self._pid, self._closing = os.getpid(), threading.Event()
         self._thread = threading.Thread(
             target=self._accept, name="hpstore-cache-owner", daemon=True
         )
@@ -71,8 +72,13 @@ class CacheServer(Closing):
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._closing.is_set():
+                    return
+                if self.core.tally.first("accept_failed_total"):  # such as too many open files
+                    _log.warning("a process cannot join the shared cache: %s", error)
+                self._closing.wait(PAUSE_SECONDS)
+                continue
             with self._lock:
                 full = len(self._connections) >= MOST_CONNECTIONS
                 thread = threading.Thread(
@@ -111,6 +117,7 @@ class CacheServer(Closing):
         """Cut everybody off; they go on without the cache. Idempotent."""
         if self._pid != os.getpid():
             return
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -239,6 +240,12 @@ class SourceState:
         sources = [job.source for job in self.jobs.values() if job.source is not None]
         self.source = sources[0] if sources else None
 
+    def leave(self, job: ReaderJob) -> None:
+        """A reader is gone; what it brought stays for the next one. Under the cache's lock."""
+        if self.jobs.pop(job.number, None) is not None and not self.replaced:
+            self.policy.expect(job.number, None)
+            self.choose_source()
+
     def clear_ahead(self, blocks: Int64s) -> Int64s:
         """Those that a prefetch brought and no request has asked for; their credit comes back."""
         marked: Int64s = blocks[self.marks[blocks] & AHEAD != 0]
@@ -247,6 +254,17 @@ class SourceState:
             self.marks[marked] &= np.uint8(0xFF ^ AHEAD)
             self.ahead_bytes -= bytes_of(self.sizes, marked)
         return marked
+
+
+Leaving: TypeAlias = deque[tuple[SourceState, ReaderJob]]
+
+
+def see_off(leaving: Leaving) -> None:
+    """Readers that were dropped, not closed, are gone. Under the cache's lock, which the garbage
+    collector, who had dropped them, cannot take: it may run in a thread that has it."""
+    while leaving:
+        stock, job = leaving.popleft()
+        stock.leave(job)
 
 
 @dataclass(slots=True, eq=False)
