@@ -250,11 +250,13 @@ class PoolFull(TooFewDevices):
 class TooManyErasures(RedundancyError):
     """More units are lost than parity can replace. Nothing was deleted.
 
-    `damaged`: all that there was has been looked at, so no device brings it back.
+    `damaged`: all that there was has been looked at, so no device brings it back. `away`: devices
+    that did not answer, or have left, may have what is missing.
     """
 
     exit_code = 32
     damaged = False
+    away = True
 
 
 class RegistersUnavailable(RedundancyError):

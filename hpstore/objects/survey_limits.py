@@ -64,11 +64,19 @@ def require_writable(view: View, survey: Survey) -> None:
 
 def too_many(key: str, layout: Layout, valid: int, corrupt: int, unknown: int) -> TooManyErasures:
     """The error for data that may be there but cannot be read."""
-    error = TooManyErasures(
+    error = unreadable(
         f"object {key!r} version {layout.version}: {valid} of the {layout.data} units needed are "
         f"readable ({corrupt} damaged, {unknown} devices did not answer or left). Nothing was "
         "deleted; bring a missing device back.",
-        key=key,
+        key,
+        unknown > 0,
     )
     error.damaged = corrupt > 0 and unknown == 0
+    return error
+
+
+def unreadable(text: str, key: str, away: bool) -> TooManyErasures:
+    """The error of an object. `away`: devices that cannot be read now may have what is missing."""
+    error = TooManyErasures(text, key=key)
+    error.away = away
     return error

@@ -45,7 +45,7 @@ class CachedReads(Closing):
         self._run: CachedRun | None = None
 
     def begin(self) -> CachedRun:
-        """A run; the one before is left, and what it has asked for comes before what this tells."""
+        """A run; the one before is left, and its requests come before those that this foretells."""
         before = self._run
         if before is not None:
             before.leave()
@@ -208,7 +208,7 @@ class _Following:
         except Exception:  # noqa: BLE001 (an order may be of anybody's)
             self._reads.data.pool.metrics.count("order_not_told_total")
             _log.exception("an order is told to the cache no further, which learns instead")
-            with self._moved:  # nobody waits for it
+            with self._moved:  # who waits for it goes on
                 self._stopped = True
                 self._moved.notify_all()
             self._reads.expect(0, None)

@@ -213,11 +213,13 @@ class Finish:
             except (IntegrityError, TooManyErasures) as error:
                 if (cause := blamed(error, before)) is not error:
                     raise cause from error
-                if not self._skip:
+                away = isinstance(error, TooManyErasures) and error.away
+                if away or not self._skip:
                     where = f"position {piece.start + row} of epoch {piece.epoch}"
+                    hint = "leaves out what is damaged" if away else "leaves such samples out"
                     raise type(error)(
                         f"sample {index} ({where}) cannot be read: {error} The loader stands "
-                        'before this batch; on_error="skip" leaves such samples out.'
+                        f'before this batch; on_error="skip" {hint}.'
                     ) from error
                 self._say_once("sample %d cannot be read and is skipped: %s", index, error)
             else:

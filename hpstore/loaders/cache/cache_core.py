@@ -55,7 +55,7 @@ class Core:
         self.landed = threading.Condition(self.lock)  # a flight ended, a job or a writer moved
         self.wanted = threading.Condition(self.lock)  # there may be something to prefetch
         self.stocks: dict[str, SourceState] = {}
-        self.leaving: Leaving = deque()  # readers that nobody has closed
+        self.leaving: Leaving = deque()  # readers that were dropped
         self.room: Room
         self.layout = 0  # counts the rooms
         self.writing = 0  # threads that write into pages: the room must stay

@@ -229,7 +229,7 @@ class Beside(Closing):
         self._tally.add(miss_total=missed, miss_bytes=int(sizes.sum()))
 
     def expect(self, epoch: int, blocks: Int64s | None) -> None:
-        """As Attached.expect: nobody looks ahead."""
+        """As Attached.expect: nothing is read ahead."""
 
     def drawn(self, blocks: Int64s) -> None:
         """As Attached.drawn."""

@@ -40,7 +40,7 @@ class _Mapped:
 
 
 class _Connection:
-    """A socket that is closed when nobody has it any more: its thread has ended."""
+    """A socket that is closed with its thread, or with the reader."""
 
     def __init__(self, made: socket.socket) -> None:
         self.socket = made

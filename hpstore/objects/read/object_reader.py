@@ -21,6 +21,7 @@ from hpstore.objects.read.read_plan import WindowPlan, plan_rebuild, plan_window
 from hpstore.objects.read.window_reads import RebuiltRun, WindowReads, close_opened, read_held
 from hpstore.objects.read_routing import well_placed
 from hpstore.objects.survey import ColumnFile, Layout, staying_first
+from hpstore.objects.survey_limits import unreadable
 from hpstore.runtime.deadline_wait import wait_awake
 from hpstore.runtime.scheduler import at_once, outcome
 
@@ -63,8 +64,14 @@ class ObjectReader:
     def header(self) -> ColumnHeader:
         """What the object says of itself."""
         if self._header is None:
-            raise TooManyErasures(f"object {self.key!r}: no readable header", key=self.key)
+            raise unreadable(f"object {self.key!r}: no readable header", self.key, self.away)
         return self._header
+
+    @property
+    def away(self) -> bool:
+        """Whether devices that did not answer, or failed, may have what is missing."""
+        seen = (IntegrityError, FileNotFoundError)
+        return bool(self.unknown) or not all(isinstance(e, seen) for e in self.damaged.values())
 
     @property
     def impaired(self) -> bool:
@@ -295,12 +302,13 @@ class ObjectReader:
 
     def _unreadable(self, what: str) -> TooManyErasures:
         reasons = [str(error) for error in self.damaged.values()] + self.erasures.reasons()
-        return TooManyErasures(
+        return unreadable(
             f"{what} of object {self.key!r} version {self.layout.version} cannot be read: fewer "
             f"than the {self.header.geometry.data} units needed are readable there "
             f"({len(self.columns)} columns are open): {'; '.join(reasons)}. Nothing was deleted; "
             "other bytes of the object may be readable.",
-            key=self.key,
+            self.key,
+            self.away,
         )
 
     def rebuild_run(self, low: int, high: int, wanted: tuple[int, ...]) -> RebuiltRun:

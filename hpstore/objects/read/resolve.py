@@ -81,6 +81,7 @@ def _open_group(
         verdict = judge(layout, valid=valid, corrupt=corrupt, unknown_devices=unknown)
         if verdict is not VersionVerdict.TORN:
             unclear = too_many(survey.key, layout, valid, corrupt, unknown)
+            unclear.away |= reader.away
     if unclear is not None:
         raise unclear
     store.metrics.count("torn_put_passed_total")
