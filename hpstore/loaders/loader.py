@@ -197,6 +197,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _prepare(self, dataset: Any, batch_size: int | None, drop_last: bool) -> None:
         """Order, slices and counters. Raises ConfigError."""
+        self._grows = self._native is None and isinstance(self.shuffle, bool | str | None)
         self.order: Order | None = None
         self.shares: RankShares | None = None
         self.positions: PositionSampler | None = None
@@ -230,11 +231,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         elif self._native is None:
             self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
 
-    def follow_growth(self) -> None:
-        """Somebody else's dataset may be longer than it was: its epochs are, then, too."""
-        ours = self._native is None and isinstance(self.shuffle, bool | str | None)
+    def follow_growth(self, *, begins: bool = False) -> None:
+        """Somebody else's dataset may be longer than it was: its epochs are, then, too. Not in the
+        middle of a loop, whose samples are of the order that it began with. `begins`: one does."""
+        loop = self._others and self._others()
+        if loop and loop.under_way and not begins:
+            return
         data: Any = self.dataset
-        if ours and self.order is not None and len(data) != self.order.samples:
+        if self._grows and self.order is not None and len(data) != self.order.samples:
             self._make_order(data, self.batch_size, self.drop_last)
             self._state_text = None
 
@@ -275,7 +279,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return None if self.shares is None else self.shares.now()
 
     def __iter__(self) -> Any:
-        self.follow_growth()
+        self.follow_growth(begins=True)
         stands = self.stands
         if not stands.begin(asked_epoch(self, self._told) if self._by_user else None):
             return EndIterator(self, stands.epoch - 1)
@@ -426,7 +430,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """Fingerprints of the data, and the order as text; made once."""
         if self._state_text is None:
             native = self._native
-            prints = (described(self.dataset),) if native is None else fingerprints(native.data)
+            size = self.order.samples if self.order is not None and self._grows else None
+            prints = (
+                (described(self.dataset, size),) if native is None else fingerprints(native.data)
+            )
             text = order_text(self.order) if self.order is not None else '"the sampler\'s"'
             self._state_text = (prints, text)
         return self._state_text

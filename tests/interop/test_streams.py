@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,6 +245,53 @@ def test_a_full_spool_is_an_error_and_no_object(
     with pytest.raises(OSError, match="No space"):
         overflow()
     assert not fs.exists(f"{name}/a")
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("transaction", [False, True])
+def test_close_after_a_failed_write_stores_nothing(
+    fs: PoolFileSystem, name: str, text: bool, transaction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a `finally`, as pyarrow and pandas do it: what was there stays, and close() says so."""
+    path = f"{name}/a"
+    fs.pipe_file(path, b"old")
+    plain = Spool.write
+
+    def full(spool: Spool, data: Any) -> int:
+        if len(bytes(data)) > 50:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return plain(spool, data)
+
+    monkeypatch.setattr(Spool, "write", full)
+    with fs.transaction if transaction else contextlib.nullcontext():
+        stream = fs.open(path, "w" if text else "wb")
+        some: Any = "a" if text else b"a"
+        stream.write(some)
+        stream.flush()
+        with pytest.raises(OSError, match="No space"):
+            stream.write(100_000 * some)
+        with pytest.raises(OSError, match=r"nothing is stored|No space"):
+            stream.close()
+    assert fs.cat_file(path) == b"old"
+
+
+@pytest.mark.parametrize("mode", ["r+b", "r+", "a+b", "ab"])
+def test_an_update_within_a_transaction_is_part_of_it(
+    fs: PoolFileSystem, name: str, mode: str
+) -> None:
+    """fsspec itself takes no stream whose mode has an r."""
+    path = f"{name}/a"
+    fs.pipe_file(path, b"old")
+    with fs.transaction:
+        with fs.open(path, mode) as stream:
+            stream.write(b"new" if "b" in mode else "new")
+        assert fs.cat_file(path) == b"old"
+    assert fs.cat_file(path) == (b"oldnew" if "a" in mode else b"new")
+    with contextlib.suppress(KeyError), fs.transaction:
+        with fs.open(path, mode) as stream:
+            stream.write(b"bad" if "b" in mode else "bad")
+        raise KeyError
+    assert b"bad" not in fs.cat_file(path)
 
 
 def test_closing_a_read_stream_releases_the_files(

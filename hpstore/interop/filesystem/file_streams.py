@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import os
@@ -155,7 +156,8 @@ class WriteStream(WholeOrNothing, io.BufferedIOBase):
     """A stream whose bytes become an object when it is closed, durable as `Pool.put` says.
 
     Nothing is visible before. Leaving a `with` block by an exception and discard() leave
-    everything as it was. When close() raises, the put was not acknowledged. With
+    everything as it was. So does close() after a write that failed, and raises OSError. When
+    close() raises, the put was not acknowledged. With
     `autocommit=False` (a transaction) close() only ends the writing, and commit() puts.
 
     One that is forgotten without close() is put when it is collected, or at the end of the process,
@@ -235,6 +237,12 @@ class WriteStream(WholeOrNothing, io.BufferedIOBase):
             return
         try:
             super().close()
+            if self._failed:
+                raise OSError(
+                    errno.EIO,
+                    "a write failed, so nothing is stored and what was there stays",
+                    self.path,
+                )
             if self.autocommit:
                 self.commit()
         except BaseException:

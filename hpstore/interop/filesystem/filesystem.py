@@ -151,7 +151,10 @@ class PoolFileSystem(PoolListing):
                 ),
             )
 
-        return UpdateStream(path, spool, put, autocommit=autocommit, mode=mode, fs=self)
+        stream = UpdateStream(path, spool, put, autocommit=autocommit, mode=mode, fs=self)
+        if not autocommit and "r" in mode:  # fsspec takes only streams without r for writing
+            self.transaction.files.append(stream)
+        return stream
 
     def _copied(self, place: ParsedPath, spool: Spool, *, must: bool) -> ObjectInfo | None:
         """Facts of the version whose bytes are in the spool now; None when there is no object."""

@@ -50,25 +50,28 @@ class PositionSampler(torch.utils.data.Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         # here, not at the first batch: iterators of an earlier pass keep what is theirs
         self.asked = asked = deque[BatchPiece]()
-        return self._ask(asked, pieces(self._shares.now(), *self.at, single=self._single))
+        found = pieces(self._shares.now(), *self.at, single=self._single)
+        return self._ask(self._order, asked, found)
 
-    def _ask(self, asked: deque[BatchPiece], found: Iterator[BatchPiece]) -> Iterator[Any]:
+    @staticmethod
+    def _ask(order: Order, asked: deque[BatchPiece], found: Iterator[BatchPiece]) -> Iterator[Any]:
         for piece in found:
             asked.append(piece)
-            indices = piece.indices(self._order).tolist()
+            indices = piece.indices(order).tolist()
             yield indices[0] if piece.single else indices
 
     def __len__(self) -> int:
         return self._shares.now().own_steps()
 
 
-def described(dataset: Any) -> str:
+def described(dataset: Any, size: int | None = None) -> str:
     """What tells a dataset of others from another one in a saved state.
 
-    Kind and size; its `fingerprint`, where it has one; of a Subset also which samples.
+    Kind and size, which may be another one than it has now; its `fingerprint`, where it has one; of
+    a Subset also which samples.
     """
-    size = len(dataset) if hasattr(dataset, "__len__") else "?"
-    text = f"{type(dataset).__name__}[{size}]"
+    now = len(dataset) if hasattr(dataset, "__len__") else "?"
+    text = f"{type(dataset).__name__}[{now if size is None else size}]"
     if isinstance(dataset, torch.utils.data.Subset):
         return f"{text} {digest(np.asarray(dataset.indices, np.int64))} of " + described(
             dataset.dataset
@@ -163,7 +166,7 @@ class ForeignIterator:
     def __init__(self, loader: Served, found: Any, epoch: int, position: int) -> None:
         self._loader, self._found = weakref.ref(loader), found
         self._epoch, self._number = epoch, position
-        self._over = False
+        self._over, self._failed = False, False
         self._asked = loader.positions.asked if loader.positions is not None else None
         self._length: int | None = None
         iterable = isinstance(loader.dataset, torch.utils.data.IterableDataset)
@@ -190,8 +193,18 @@ class ForeignIterator:
     def __len__(self) -> int:
         return len(self._found)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether its end has not come."""
+        return not self._over
+
     def __next__(self) -> Any:
         loader, asked = self._loader(), time.perf_counter()
+        if self._failed:  # who goes on passes that batch over
+            self._failed, self._number = False, self._number + 1
+            if self._asked:
+                self._asked.popleft()
+        received = getattr(self._found, "_rcvd_idx", None)
         try:
             batch = next(self._found)
         except StopIteration:
@@ -203,6 +216,8 @@ class ForeignIterator:
             if loader is not None and loader.order is not None and loader.in_order and self._asked:
                 samples = self._asked[0].indices(loader.order).tolist()
                 error.add_note(f"hpstore: of samples {samples}")
+            # torch has used the batch up; not where it has only waited too long for it
+            self._failed = received is None or received != self._found._rcvd_idx
             raise
         self._number += 1
         after, samples = (self._epoch, self._number), 0
