@@ -339,7 +339,12 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         self._end_loading()
         folder, self._folder = self._folder, None
         if folder is not None:
-            shutil.rmtree(folder)
+            try:
+                shutil.rmtree(folder)
+            except FileNotFoundError:
+                _log.info("%s is gone already", folder)
+            except OSError as error:  # it ends no training
+                _log.warning("the folder of a resume stays: %s", error)
 
     def _end_loading(self) -> None:
         loading, self._loading = self._loading, None
@@ -352,9 +357,11 @@ class PoolTrainerCallback(TrainerCallback, Closing):
             self.checkpoints.close()
         finally:
             self._ranks.close()
-            self._drop_folder()
-            if self._opened:
-                self.pool.close()
+            try:
+                self._drop_folder()
+            finally:
+                if self._opened:
+                    self.pool.close()
 
 
 def _refuse_shards(target: Mapping[str, Any]) -> None:

@@ -228,12 +228,13 @@ class PoolCheckpointIO(CheckpointIO):
 
     def close(self) -> None:
         """Wait, and close the pool if it was opened here. Idempotent."""
-        named, self._named = self._named, None
+        named = self._named
         if named is None:
             return
         try:
-            named.close()
+            named.close()  # what is told of a save that ends now looks for it here
         finally:
+            self._named = None
             close_all(self._tier_pools)
             if self._opened:
                 named.pool.close()

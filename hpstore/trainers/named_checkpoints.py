@@ -244,9 +244,12 @@ class NamedCheckpoints(Closing):
                 ordered = sorted(self._named(), key=lambda named: named.number)
                 for named in ordered[: -self.keep_last]:
                     self._postponed.setdefault(named.name, None)
-            while self._postponed:
-                name, removed = next(iter(self._postponed.items()))
-                self._forget(name)
+            for name, removed in list(self._postponed.items()):
+                try:
+                    self._forget(name)
+                except IntegrityError as error:  # others go all the same
+                    _log.warning("%r under %r is not removed: %s", name, self.prefix, error)
+                    continue
                 del self._postponed[name]
                 if removed is not None:
                     removed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -41,6 +42,10 @@ MARKS = ("config.json", MARK)  # put last: one of them makes a model complete
 MOST_FILE_BYTES = 64 * MIB  # of a configuration or a vocabulary, which pass through a folder
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".msgpack", ".h5", ".gguf")
 _INDEX = ".safetensors.index.json"
+# what a save of transformers or PEFT may leave before it is complete, with a variant or without
+_LEFT = re.compile(
+    r"(adapter_)?model((\.[^./]+)?(-\d+-of-\d+)?\.safetensors|\.safetensors\.index(\.[^./]+)?\.json)"
+)
 
 
 def save_pretrained(
@@ -230,7 +235,8 @@ class _Shards:
 
 
 def _make_room(place: ParsedPath) -> None:
-    """Remove what a save that was killed has left. Raises ConfigError where a model is."""
+    """Remove what a save that was killed has left here, and nothing of others that is here or
+    below. Raises ConfigError where a model is."""
     names = _names_at(place)
     mark = next((name for name in names if _is_mark(name)), None)
     if mark is not None:
@@ -239,7 +245,7 @@ def _make_room(place: ParsedPath) -> None:
             "remove that one first. Nothing was written"
         )
     for name in names:
-        if name.endswith((".safetensors", _INDEX)):
+        if _LEFT.fullmatch(name):
             place.mount.pool.delete(f"{place.key}/{name}")
 
 

@@ -40,7 +40,8 @@ def write_resume_folder(
     optimizer, empty folders stand for them, which the Trainer takes for shards of FSDP.
     """
     os.makedirs(parent, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f"checkpoint-{step}-", dir=parent)
+    # not as the Trainer names its own, of which it removes the oldest
+    folder = tempfile.mkdtemp(prefix=f"resume-{step}-", dir=parent)
     names = dict(_FILES)
     if rank < saved_by:
         names["rng"] = f"rng_state_{rank}.pth" if world > 1 else "rng_state.pth"

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpstore.checkpoint.catalog.segment_safety import require_safe
-from hpstore.errors import InvalidKey, ObjectNotFound
+from hpstore.errors import InvalidKey, ObjectNotFound, VersionConflict
 from hpstore.format.keys import check_key
 from hpstore.interop.filesystem.file_streams import WholeOrNothing
 from hpstore.objects.read.pooled_reader import PooledReader
@@ -233,11 +233,20 @@ class PoolStorage(Storage):
             raise occupied(source, target, errno.EISDIR)
         self._check_parents(components(target))
         from_key, to_key = self._key(source), self._key(target)
-        content = np.empty(self.pool.stat(from_key).size, np.uint8)
+        version = self.pool.stat(from_key).version
         if from_key == to_key:
             return
-        self.pool.read_into(from_key, content)
+        with PooledStream(self.pool.open(from_key, version=version)) as stream:
+            content = np.empty(stream.size, np.uint8)
+            if stream.readinto(content) != stream.size:
+                raise OSError(errno.EIO, f"{source} ends before its size: it was not renamed")
         self.pool.put(to_key, content)
+        if self.pool.stat(from_key).version != version:
+            raise VersionConflict(
+                f"{source} was replaced while it was renamed: {target} has what was there, the new "
+                "one is where it was put",
+                key=from_key,
+            )
         self.pool.delete(from_key)
 
     def _record(self, move: EntryMove) -> None:
@@ -376,12 +385,12 @@ class PoolWriteFile(WholeOrNothing, io.BytesIO):
 
 
 class PooledStream(io.RawIOBase):
-    """Reads of one file by ranges, verified. One thread at a time."""
+    """Reads of one version of a file by ranges, verified. One thread at a time."""
 
     def __init__(self, reader: PooledReader) -> None:
         super().__init__()
         self._reader, self._at = reader, 0
-        self.size = reader.size
+        self.size, self._version = reader.size, reader.version
 
     def readable(self) -> bool:
         return True
@@ -401,6 +410,11 @@ class PooledStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = self._reader.read_into(buffer, self._at)
+        if self._reader.version != self._version:
+            raise VersionConflict(
+                f"a file was replaced while it was read (version {self._version}, now "
+                f"{self._reader.version}); nothing of the new one was handed out. Open it again."
+            )
         self._at += count
         return count
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -382,3 +383,17 @@ def test_a_failed_save_deletes_nothing(
             run.accelerator.load_state("one")
             with pytest.raises(CheckpointError):
                 run.accelerator.load_state("two")
+
+
+def test_the_trainer_may_take_the_folder_of_a_resume_away(pool: Pool, tmp_path: Path) -> None:
+    """It lies among the Trainer's own, of which that keeps one; and a cleaner of temporary files
+    comes by: the training ends as it would."""
+    with pool, PoolTrainerCallback(pool, "run", every=2) as callback:
+        trainer(tmp_path / "a", callback, 4, save_strategy="no").train()
+        folder = Path(callback.resume_folder(tmp_path / "b") or "")
+        run = trainer(tmp_path / "b", callback, 10, save_total_limit=1)
+        run.train(resume_from_checkpoint=str(folder))
+        assert run.state.global_step == 10
+        assert [found.name for found in (tmp_path / "b").glob("checkpoint-*")] == ["checkpoint-10"]
+        again = Path(callback.resume_folder(tmp_path / "b") or "")
+        shutil.rmtree(again)

@@ -104,7 +104,7 @@ def test_a_job_killed_in_a_save_goes_on_as_if_never_stopped(tmp_path: Path) -> N
     for rank in range(2):
         straight, cut = left(tmp_path, "straight", rank), left(tmp_path, "cut", rank)
         assert cut["step"] == straight["step"] == STEPS
-        assert f"checkpoint-{EVERY}-" in cut["folder"]
+        assert f"resume-{EVERY}-" in cut["folder"]
         assert cut["losses"][-(STEPS - EVERY) :] == straight["losses"][-(STEPS - EVERY) :]
         assert same(cut["model"], straight["model"])
         assert same(cut["optimizer"], straight["optimizer"])
@@ -134,7 +134,7 @@ def test_a_job_may_go_on_with_other_shards(
     for rank in range(later):
         found = left(tmp_path, "run", rank)
         assert found["step"] == 2 * EVERY
-        assert f"checkpoint-{EVERY}-" in found["folder"]
+        assert f"resume-{EVERY}-" in found["folder"]
         assert same(found["begun"]["model"], saved["model"])
         moments = found["begun"]["optimizer"]["state"]
         assert same(moments, saved["optimizer"]["state"])

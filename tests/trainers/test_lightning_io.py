@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hpstore.errors import CheckpointError, ConfigError
+from hpstore.errors import AlreadyClosed, CheckpointError, ConfigError
 from hpstore.pool.pool import Pool
 from hpstore.trainers.checkpoint_paths import name_of, path_of
 from tests.property.test_typed_values import Colour, Frozen
@@ -156,3 +156,18 @@ def test_no_callback_is_given_where_the_plugin_is_not_imported(
     assert found["lightning.pytorch.callbacks_factory"] == {
         "hpstore": f"{callbacks.__module__}:{callbacks.__name__}"
     }
+
+
+def test_close_with_a_save_under_way_leaves_nothing_open(pool: Pool, tmp_path: Path) -> None:
+    """No teardown of a Trainer has waited before: the marker is written, the pool closed, and no
+    second Checkpointer is made."""
+    io = PoolCheckpointIO(tmp_path / "pool.toml", "run")
+    io.save_checkpoint({"w": torch.zeros(1 << 20)}, tmp_path / "final.ckpt")
+    inner = io.checkpoints
+    io.close()
+    with pytest.raises(AlreadyClosed):
+        inner.pool.list()
+    assert vars(io)["_named"] is None
+    assert vars(io)["_opened"] is False
+    assert (tmp_path / "final.ckpt").read_text(encoding="utf-8")
+    io.close()

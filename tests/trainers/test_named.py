@@ -298,3 +298,20 @@ def test_every_adapter_is_where_it_is_listed() -> None:
     assert set(hpstore.trainers.__all__) == set(hpstore.trainers._HOMES)
     for name in hpstore.trainers.__all__:
         assert getattr(hpstore.trainers, name).__name__ == name
+
+
+def test_a_name_that_cannot_be_read_holds_no_other_removal_up(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its record is damaged: it stays and is said, the next one goes, and so does what is old."""
+    told: list[str] = []
+    with NamedCheckpoints(pool, "run", keep_last=None) as named:
+        for number, name in enumerate(("a", "b", "c")):
+            named.save(name, state(number))
+        named.wait()
+        pool.put(named._pointer_key("a"), b"nonsense")
+        named.remove("a", removed=lambda: told.append("a"))
+        named.remove("b", removed=lambda: told.append("b"))
+        named.wait()
+        assert told == ["b"]
+        assert "'a' under 'run' is not removed" in caplog.text

@@ -281,3 +281,21 @@ def test_a_tokenizer_and_a_configuration_go_beside_the_model(pool: Pool) -> None
     found = load_pretrained(transformers.AutoTokenizer, URL)
     assert found("two one three")["input_ids"] == [2, 1, 0]
     assert load_pretrained(transformers.AutoConfig, URL).n_head == 2
+
+
+def test_weights_of_others_at_a_path_and_below_it_stay(pool: Pool) -> None:
+    """Only what a killed save has left at this path goes: a folder of adapters, an export and a
+    save under way below are not its own."""
+    left = [
+        "model-00001-of-00002.safetensors",
+        "model.fp16-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "adapter_model.safetensors",
+    ]
+    others = ["loras/a.safetensors", "step-100/model.safetensors", "lora.safetensors", "model.bin"]
+    for name in left + others:
+        pool.put(f"runs/gpt2/{name}", b"weights")
+    save_pretrained(made(), URL)
+    there = {key.removeprefix("runs/gpt2/") for key in pool.list("runs/gpt2/")}
+    assert there.isdisjoint(left)
+    assert there >= {*others, "model.safetensors", "config.json"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from hpstore.devices.wrappers import SimulatedCrash
-from hpstore.errors import CheckpointError, InvalidKey
+from hpstore.errors import CheckpointError, InvalidKey, VersionConflict
 from hpstore.pool.pool import Pool
 from hpstore.trainers.rename_plan import TOP, EntryMove, RenamePlan, next_root, parse_move
 
@@ -360,3 +361,33 @@ def test_the_package_saves_and_loads(pool: Pool, mode: str, use_mmap: bool, tmp_
     else:
         with pytest.raises(Exception, match="occupied"):
             manager.close()
+
+
+def test_a_stream_and_a_rename_never_mix_versions(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process writes the file in between: an error, and no byte of the new one; a rename
+    does not delete what it has not copied."""
+    storage = PoolStorageConfig(pool, "tc").create_storage()
+    path = Path("/a")
+    storage.write(path, b"1" * 300_000)
+    with storage.stream_read(path, ReadArgs(pre_read_full_file=False)) as stream:
+        assert stream.read(10) == b"1" * 10
+        storage.write(path, b"2" * 400_000)
+        rest = b"1"
+        with contextlib.suppress(VersionConflict):
+            rest = stream.read()
+        assert set(rest) == set(b"1")
+    put, key = Pool.put, storage._key(path)
+
+    def overtaken(self: Pool, to: str, *given: Any, **named: Any) -> Any:
+        found = put(self, to, *given, **named)
+        if to.endswith("/b"):
+            put(self, key, b"3")
+        return found
+
+    monkeypatch.setattr(Pool, "put", overtaken)
+    with pytest.raises(VersionConflict, match="was replaced while it was renamed"):
+        storage.rename(path, Path("/b"))
+    assert storage.read(path) == b"3"
+    assert storage.read(Path("/b")) == b"2" * 400_000
