@@ -226,3 +226,26 @@ def test_filters_round_numbers_as_the_field_does(pool: Pool) -> None:
             (("z", "==", 0.1), [True, False, False]),
         ):
             assert filter_mask(data, [condition]).tolist() == kept, condition
+
+
+@pytest.mark.parametrize("optional", [False, True])
+def test_an_image_that_lies_elsewhere_is_a_bad_record(
+    pool: Pool, tmp_path: Path, optional: bool
+) -> None:
+    """A struct of Hugging Face with a path and no bytes is not None; a null instead of the struct
+    is."""
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"bytes": b"1", "path": "a"},
+        {"bytes": None, "path": "b"},
+        {"bytes": b"3", "path": "c"},
+    ]
+    kind = arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())])
+    column = arrow.array([*rows, None] if optional else rows, kind)
+    parquet.write_table(arrow.table({"image": column}), tmp_path / "a.parquet")
+    report = ingest(pool, "i", tmp_path / "a.parquet", on_error="skip", shuffle=False)
+    assert [found.name for found in report.skipped] == ["a.parquet: block 0 row 1"]
+    with Dataset(pool, "i") as data:
+        found = [sample_of(data, row)["image"] for row in range(len(data))]
+    assert found == [b"1", b"3", *([None] if optional else [])]

@@ -35,7 +35,7 @@ def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
         return Field("bytes"), lambda column: column.to_pylist()
     if t.is_struct(kind) and kind.get_field_index("bytes") >= 0:
         plain, convert = arrow_field(arrow, kind.field("bytes").with_name(field.name))
-        return plain, lambda column: convert(column.field("bytes"))
+        return plain, lambda column: convert(_bytes_inside(column))
     if t.is_timestamp(kind) or t.is_duration(kind) or t.is_time64(kind) or t.is_date64(kind):
         return Field("int64"), lambda column: _numbers(column.cast(arrow.int64()))
     if t.is_date32(kind) or t.is_time32(kind):
@@ -54,6 +54,15 @@ def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
     raise ConfigError(
         f"column {field.name!r} is {kind}, which no field can hold; leave it out with fields="
     )
+
+
+def _bytes_inside(column: Any) -> Any:
+    """The bytes of a struct, as Hugging Face writes images. Raises NullInside where one has none:
+    such an image lies elsewhere, at the path beside them."""
+    found = column.field("bytes")
+    if found.null_count > column.null_count:
+        raise NullInside
+    return found
 
 
 def time_unit(arrow: Any, kind: Any) -> str | None:
@@ -166,7 +175,7 @@ def _stored(column: Any) -> StoredValues | None:
         and not column.null_count
         and column.type.get_field_index("bytes") >= 0
     ):
-        return _stored(column.field("bytes"))
+        return _stored(_bytes_inside(column))
     if kind not in ("string", "binary", *_LARGE):
         return None
     _, ends, data = column.buffers()
