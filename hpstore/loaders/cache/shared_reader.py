@@ -28,6 +28,7 @@ from hpstore.runtime.closing import Closing
 from hpstore.runtime.local_messages import Lost, Message, as_bytes, receive, send
 
 _log = logging.getLogger(__name__)
+_ATTACH_SHARE = 4  # of the time for an answer: for the first one
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,13 @@ class SharedAttached(Closing):
         }
         table = () if isinstance(source.sizes, int) else (as_bytes(source.sizes),)
         self._main = connect(name)
+        answer_seconds = self._main.gettimeout() or 0.0
         try:
+            # what the disk has of it is looked up, and what is being written must end
+            self._main.settimeout(_ATTACH_SHARE * answer_seconds)
             send(self._main, facts, table)
             answer = receive(self._main)
+            self._main.settimeout(answer_seconds)
             if "error" in answer.facts:
                 raise ConfigError(f"the owner of the shared cache says: {answer.facts['error']}")
             self._stock, self._job = answer.count("stock"), answer.count("job")
