@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import logging
 import mmap
 import os
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,8 +127,8 @@ def _unlock(locks: PageLocks, address: int, nbytes: int, pid: int) -> None:
 class Lease:
     """A buffer on loan from a BufferPool: `array` is (nbytes,) uint8, page-aligned.
 
-    It belongs to the holder until release(); a lease that an abandoned thread may still write
-    into is never released, and its bytes stay charged (PROTOCOL 21).
+    It belongs to the holder until release(). One that an abandoned call may still use is released
+    when that has answered, and its bytes stay charged until then (PROTOCOL 21): release_after().
     """
 
     __slots__ = ("_pool", "array", "keep", "nbytes")
@@ -141,6 +144,22 @@ class Lease:
         pool, self._pool = self._pool, None  # type: ignore[assignment]  # marks it as returned
         if pool is not None:
             pool._take_back(self)
+
+
+def release_after(lease: Lease, calls: Iterable[Future[Any]]) -> None:
+    """Release a lease when the last call has answered that reads into it or writes out of it
+    (PROTOCOL 21)."""
+    late = [call for call in calls if not call.done()]
+    if not late:
+        lease.release()
+    arrivals = itertools.count(1)  # next() is atomic
+
+    def arrived(_: Future[None]) -> None:
+        if next(arrivals) == len(late):
+            lease.release()
+
+    for call in late:
+        call.add_done_callback(arrived)
 
 
 class BufferPool:

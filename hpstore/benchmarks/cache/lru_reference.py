@@ -10,6 +10,7 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.loaders import Dataset
+from hpstore.loaders.dataset.large_records import Lost
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Stream
 from hpstore.pool.pool import Pool
@@ -64,6 +65,7 @@ class LruData(Dataset):
         rows: Sequence[Bytes],
         addresses: Int64s | None = None,
         room: Sequence[Bytes] | None = None,
+        lost: Lost | None = None,
     ) -> bool:
         """As StoredData.read_rows; a record that a batch has twice is read once."""
         keys = [(stream.number, index) for index in indices.tolist()]
@@ -78,7 +80,7 @@ class LruData(Dataset):
         firsts = [where[0] for where in lacking.values()]
         wanted, into = indices[np.array(firsts)], [rows[i] for i in firsts]
         behind = None if room is None else [room[i] for i in firsts]
-        if not super().read_rows(stream, wanted, into, room=behind):
+        if not super().read_rows(stream, wanted, into, room=behind, lost=lost):
             return False
         for first, *again in lacking.values():
             for i in again:

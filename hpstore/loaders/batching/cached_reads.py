@@ -13,6 +13,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.loaders.cache import AnyAttached, Cache, MemoryLost
 from hpstore.loaders.cache.record_source import RecordSource
 from hpstore.loaders.dataset.dataset import Dataset
+from hpstore.loaders.dataset.large_records import Lost
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Stream
 from hpstore.loaders.sampling.order import Order
@@ -90,16 +91,24 @@ class CachedRun:
         self._left, self._told_so, self._reading = False, False, 0
         self._moved = threading.Condition()  # guards all three
 
-    def read(self, stream: Stream, indices: Int64s, targets: Sequence[Bytes] | Bytes) -> bool:
+    def read(
+        self,
+        stream: Stream,
+        indices: Int64s,
+        rows: Sequence[Bytes] | Bytes,
+        lost: Lost | None = None,
+    ) -> bool:
         """As StoredData.read_rows."""
         with self._moved:
             left = self._left
             self._reading += not left
         if left:
-            return self._reads.data.read_rows(stream, indices, list(targets))
+            return self._reads.data.read_rows(stream, indices, list(rows), lost=lost)
         try:
-            self._reads.attached[stream.number].read(indices, targets)
-        except MemoryLost:
+            self._reads.attached[stream.number].read(indices, rows)
+        except MemoryLost as error:
+            if lost is not None and error.late is not None:
+                lost(error.late)
             return False
         finally:
             with self._moved:

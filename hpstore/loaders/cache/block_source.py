@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -16,7 +17,12 @@ Targets: TypeAlias = "Sequence[Bytes] | Bytes"  # n arrays, or the rows of one
 
 
 class MemoryLost(Exception):
-    """A read that does not end may still write into the targets: nobody may use them again."""
+    """A read that does not end may still write into the targets: nobody may use them before it has.
+    `late`: such reads; None where they are not known, and nobody may use them again."""
+
+    def __init__(self, late: Sequence[Future[None]] | None = None) -> None:
+        super().__init__()
+        self.late = late
 
 
 class BlockSource(Protocol):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import numpy as np
 
 from hpstore.loaders.cache.block_source import MemoryLost, Sizes, Targets
@@ -36,5 +38,6 @@ class RecordSource:
 
     def read(self, blocks: Int64s, targets: Targets) -> None:
         """As BlockSource.read: verified, straight from the devices where that can be."""
-        if not self._data.read_rows(self._stream, blocks, list(targets)):
-            raise MemoryLost
+        late: list[Future[None]] = []
+        if not self._data.read_rows(self._stream, blocks, list(targets), lost=late.extend):
+            raise MemoryLost(late or None)

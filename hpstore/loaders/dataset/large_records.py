@@ -7,6 +7,8 @@ beside its slot, and with devices lost several times that for what is decoded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -17,11 +19,23 @@ from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Locations, Stream
 from hpstore.pool.pool import Pool
-from hpstore.runtime.buffers import Lease, aligned_array
+from hpstore.runtime.buffers import Lease, aligned_array, release_after
 from hpstore.units import MIB, round_up
 
 PART_BYTES = 8 * MIB
-ReadRows = Callable[[Stream, Int64s, Sequence[Bytes] | Bytes], bool]
+Lost = Callable[[Sequence[Future[None]]], None]  # told of reads that may still write
+
+
+class ReadRows(Protocol):
+    """As Records.read_rows, by way of a cache."""
+
+    def __call__(
+        self,
+        stream: Stream,
+        indices: Int64s,
+        rows: Sequence[Bytes] | Bytes,
+        lost: Lost | None = None,
+    ) -> bool: ...
 
 
 class Records(Protocol):
@@ -37,6 +51,7 @@ class Records(Protocol):
         rows: Sequence[Bytes],
         addresses: Int64s | None = None,
         room: Sequence[Bytes] | None = None,
+        lost: Lost | None = None,
     ) -> bool: ...
 
     def read_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]: ...
@@ -89,11 +104,12 @@ def read_parts(
         some, part = indices[first:last], slice(first, last)
         lease, memory = _memory(data.pool, aligned_bytes(lengths[part]))
         rows, room = aligned_rows(memory, lengths[part])
+        lost = None if lease is None else partial(release_after, lease)
         try:
             if read is None:
-                good = data.read_rows(stream, some, rows, room=room)
+                good = data.read_rows(stream, some, rows, room=room, lost=lost)
             else:
-                good = read(stream, some, rows)
+                good = read(stream, some, rows, lost)
         except AlreadyClosed:  # in mid-submission, perhaps: reads before it may go on (PROTOCOL 21)
             raise
         except HpstoreError:  # all reads have ended
@@ -104,7 +120,7 @@ def read_parts(
                 yield part, rows
             finally:
                 _release(lease)
-        else:  # a device that hangs may still write into it: never used again (PROTOCOL 21)
+        else:  # a device that hangs may still write into it (PROTOCOL 21)
             yield part, data.read_records(stream, some)[0]
 
 

@@ -30,6 +30,7 @@ from hpstore.loaders.dataset.index_tables import (
 )
 from hpstore.loaders.dataset.large_records import (
     PART_BYTES,
+    Lost,
     aligned_bytes,
     aligned_rows,
     part_bounds,
@@ -373,11 +374,12 @@ class StoredData(Closing):
         rows: Sequence[Bytes],
         addresses: Int64s | None = None,
         room: Sequence[Bytes] | None = None,
+        lost: Lost | None = None,
     ) -> bool:
         """Verified records into memory, where it can be straight from the devices.
 
-        False when a device hangs: `rows` is then lost, its memory must not be used again
-        (PROTOCOL 21). Raises as read_records.
+        False when a device hangs: `rows` is then lost, its memory must not be used again before
+        the reads have ended (PROTOCOL 21). Raises as read_records.
 
         Parameters
         ----------
@@ -389,6 +391,8 @@ class StoredData(Closing):
             Where they begin, when that is known.
         room
             As Scatter has it.
+        lost
+            Called with those reads before False is returned.
         """
         places = self.locate(stream, indices)
         left = np.ones(len(indices), bool)
@@ -407,6 +411,8 @@ class StoredData(Closing):
                 found = self._run_scatter(stream, scatter, places.shard[part], places.start[part])
                 if found.late:
                     self.pool.metrics.count("records_abandoned_total", len(indices))
+                    if lost is not None:
+                        lost(found.late)
                     return False
                 left[part] = ~found.good
         self._read_again(stream, indices, np.flatnonzero(left), rows, places.length)

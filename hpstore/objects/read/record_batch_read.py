@@ -25,7 +25,7 @@ from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.hedge import probe_avoided
 from hpstore.objects.read.metered_batch import read_metered
 from hpstore.objects.read.object_reader import ObjectReader
-from hpstore.runtime.buffers import Lease
+from hpstore.runtime.buffers import Lease, release_after
 from hpstore.runtime.deadline_wait import wait_awake
 from hpstore.units import round_up
 
@@ -236,8 +236,8 @@ class Scatter:
         late += [future for future in futures if not future.done()]
         for lost in self._lost:
             self._decode(store, lost, memory)
-        if lease is not None and not late:
-            lease.release()
+        if lease is not None:
+            release_after(lease, late)
         return Scattered(self._good, tuple(late))
 
     def _submit(

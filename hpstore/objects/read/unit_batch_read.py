@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,7 @@ from hpstore.objects.read.metered_batch import read_metered
 from hpstore.objects.read.object_reader import ObjectReader
 from hpstore.objects.read.open_columns import SPARE_SECONDS
 from hpstore.objects.read.record_batch_read import Int64s
-from hpstore.runtime.buffers import Lease
+from hpstore.runtime.buffers import Lease, release_after
 from hpstore.runtime.deadline_wait import STEP_SECONDS
 from hpstore.units import MIB
 
@@ -91,6 +92,7 @@ class UnitFill:
         self._ended: queue.SimpleQueue[tuple[_Read, bool]] = queue.SimpleQueue()  # read, and good
         self._scratch: list[Lease] = []  # for sources that nobody asked for
         self._rest: Bytes = np.empty(0, np.uint8)  # of the last one, not taken yet
+        self._late: list[Future[Any]] = []  # reads that are not waited for
         self._abandoned = False
 
     def add(self, reader: ObjectReader, starts: Int64s, numbers: Int64s) -> None:
@@ -184,10 +186,11 @@ class UnitFill:
             begun += self._submit(store, at_once)
             late = []
         self._wait(store, begun)
-        late += [read for future, read in begun if not future.done()]
-        if not late:
-            for lease in self._scratch:
-                lease.release()
+        under_way = [(future, read) for future, read in begun if not future.done()]
+        late += [read for _, read in under_way]
+        self._late += [future for future, _ in under_way]
+        for lease in self._scratch:
+            release_after(lease, self._late)
         found = np.zeros(len(self._good), bool)
         found[[read.number for read in late if read.number >= 0]] = True
         return Filled(self._good, found)
@@ -249,6 +252,7 @@ class UnitFill:
             return None
         late = [reads[number] for number in np.flatnonzero(found.results == LATE).tolist()]
         if found.late is not None:
+            self._late.append(found.late)
             return late
         for read in late:  # they have ended since
             self._settle(store, read, good=False)

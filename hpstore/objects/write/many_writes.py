@@ -34,7 +34,8 @@ from hpstore.objects.write.put import (
 )
 from hpstore.objects.write.put_plan import PutContent, make_headers, plan_columns
 from hpstore.objects.write.put_source import MemorySource, PutSource
-from hpstore.objects.write.stripe_writer import StripeWriter, release_after
+from hpstore.objects.write.stripe_writer import StripeWriter
+from hpstore.runtime.buffers import release_after
 from hpstore.runtime.deadline_wait import wait_awake
 from hpstore.runtime.scheduler import Scheduler
 from hpstore.units import KIB

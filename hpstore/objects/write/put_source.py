@@ -48,10 +48,13 @@ _EMPTY: Bytes = np.empty(0, np.uint8)
 
 class FileSource:
     """A regular file, read by position, all of it, wherever it stands; it must not change until the
-    put returns. Raises TypeError for what has no bytes by position, such as a pipe.
+    put returns. What Python has buffered of writes is written first. Raises TypeError for what has
+    no bytes by position, such as a pipe.
     """
 
     def __init__(self, file: BinaryIO) -> None:
+        if isinstance(file, io.BufferedRandom):
+            file.flush()
         self._file = file.fileno()
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode):

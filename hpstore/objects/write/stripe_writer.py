@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from hpstore.format.geometry import BLOCK_BYTES, Code, Geometry
 from hpstore.objects.context import PoolContext
 from hpstore.objects.write.column_writer import ColumnSet
 from hpstore.objects.write.put_source import PutSource
-from hpstore.runtime.buffers import Lease
+from hpstore.runtime.buffers import Lease, release_after
 from hpstore.runtime.scheduler import at_once
 from hpstore.units import MIB, round_up
 
@@ -106,21 +106,6 @@ class _Flight:
             self.prepared.add_done_callback(lambda _: self.lease.release())
             return
         release_after(self.lease, self.prepared.result().values())
-
-
-def release_after(lease: Lease, writes: Iterable[Future[None]]) -> None:
-    """Release a lease when the last write out of it has answered (PROTOCOL 21)."""
-    late = [write for write in writes if not write.done()]
-    if not late:
-        lease.release()
-    arrivals = itertools.count(1)  # next() is atomic
-
-    def arrived(_: Future[None]) -> None:
-        if next(arrivals) == len(late):
-            lease.release()
-
-    for write in late:
-        write.add_done_callback(arrived)
 
 
 class StripeWriter:
