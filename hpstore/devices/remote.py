@@ -24,7 +24,7 @@ from hpstore.devices.horizon_guard import (
 )
 from hpstore.devices.store_device import StoreDevice
 from hpstore.devices.store_quota import StoreQuota
-from hpstore.errors import DeviceError, DeviceMissing
+from hpstore.errors import DeviceError, DeviceMissing, HpstoreError
 from hpstore.format.device_urls import without_secrets, without_secrets_of
 from hpstore.format.pool_key import PoolKey
 from hpstore.units import MIB
@@ -62,7 +62,7 @@ class RemoteDevice(StoreDevice):
                 skip_instance_cache=False,
                 **(options or {}),
             )
-        except (OSError, ValueError, ImportError) as error:
+        except Exception as error:  # noqa: BLE001 (clients of stores have errors of their own)
             reason = without_secrets_of(url, str(error))
             cause = error if reason == str(error) else None  # a traceback would show it
             raise DeviceMissing(
@@ -74,7 +74,25 @@ class RemoteDevice(StoreDevice):
         self.quota = StoreQuota(shown, capacity_bytes, self._sizes)
 
     def _sizes(self) -> Iterator[int]:
-        return (int(row["size"]) for row in self._fs.find(self._base, detail=True).values())
+        with self._asking("list"):
+            found = self._fs.find(self._base, detail=True)
+        return (int(row["size"]) for row in found.values())
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Inside, the store is asked: botocore's errors of a connection, and those of others, are
+        no OSErrors. Raises as raise_device_error()."""
+        try:
+            yield
+        except (HpstoreError, FileExistsError, TypeError, NotImplementedError):
+            raise
+        except OSError as error:
+            raise_device_error(error, self.url, what)
+        except Exception as error:
+            reason = without_secrets_of(self.url, f"{type(error).__name__}: {error}")
+            raise DeviceMissing(
+                f"{what} failed on device {self.url}: {reason}", device=self.url
+            ) from error
 
     def _path(self, path: str) -> str:
         return f"{self._base}/{path}"
@@ -87,16 +105,15 @@ class RemoteDevice(StoreDevice):
         for attempt in range(_PUT_TRIES):
             source.seek(0)
             try:
-                self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
-                self._put_once(path, source)
+                with self._asking("PUT"):
+                    self._fs.makedirs(self._path(path).rsplit("/", 1)[0], exist_ok=True)
+                    self._put_once(path, source)
                 self.quota.changed(source.seek(0, io.SEEK_END))
             except (FileNotFoundError, FileExistsError) as error:  # a pruner is at the directory
                 if attempt == _PUT_TRIES - 1:
                     raise DeviceMissing(
                         f"PUT failed on device {self.url}: {error}", device=self.url
                     ) from error
-            except OSError as error:
-                raise_device_error(error, self.url, "PUT")
             else:
                 return
 
@@ -108,24 +125,19 @@ class RemoteDevice(StoreDevice):
             file.close()
             file.commit()
         except BaseException:
-            with contextlib.suppress(OSError, NotImplementedError, AttributeError):
+            with contextlib.suppress(Exception):  # the other error is raised
                 file.discard()
             raise
 
     def open(self, path: str) -> RemoteReader:
-        try:
-            return RemoteReader(
-                self, self._path(path), int(self._fs.info(self._path(path))["size"])
-            )
-        except OSError as error:
-            raise_device_error(error, self.url, "open")
+        with self._asking("open"):
+            size = int(self._fs.info(self._path(path))["size"])
+        return RemoteReader(self, self._path(path), size)
 
     def read_range(self, path: str, start: int, end: int) -> bytes:
         """Bytes [start, end) of a file."""
-        try:
+        with self._asking("read"):
             return bytes(self._fs.cat_file(path, start=start, end=end))
-        except OSError as error:
-            raise_device_error(error, self.url, "read")
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
         # one request, not a size first: the file may be replaced in between
@@ -142,22 +154,14 @@ class RemoteDevice(StoreDevice):
 
     def entries(self, path: str) -> list[DirectoryEntry]:
         try:
-            rows = self._fs.ls(self._path(path), detail=True, refresh=True)
+            with self._asking("list"):
+                try:
+                    rows = self._fs.ls(self._path(path), detail=True, refresh=True)
+                except TypeError:  # a filesystem without listing caches does not know `refresh`
+                    rows = self._fs.ls(self._path(path), detail=True)
         except FileNotFoundError:
             return []
-        except TypeError:  # a filesystem without listing caches does not know `refresh`
-            return self._list_plain(path)
-        except OSError as error:
-            raise_device_error(error, self.url, "list")
         return self._entries(path, rows)
-
-    def _list_plain(self, path: str) -> list[DirectoryEntry]:
-        try:
-            return self._entries(path, self._fs.ls(self._path(path), detail=True))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise_device_error(error, self.url, "list")
 
     def _entries(self, path: str, rows: list[dict[str, Any]]) -> list[DirectoryEntry]:
         found = [(str(r["name"]).rstrip("/"), r["type"] == "directory") for r in rows]
@@ -190,24 +194,22 @@ class RemoteDevice(StoreDevice):
 
     def stamp(self, path: str) -> Stamp | None:
         try:
-            info = self._fs.info(self._path(path))
+            with self._asking("stat"):
+                info = self._fs.info(self._path(path))
         except FileNotFoundError:
             return None
-        except OSError as error:
-            raise_device_error(error, self.url, "stat")
         changed = info.get("ETag") or info.get("mtime") or info.get("LastModified")
         changed = changed or info.get("created") or ""
         return (hash(str(changed)), 0, int(info["size"]))
 
     def delete(self, path: str) -> None:
         try:
-            held = self._fs.info(self._path(path))["size"] if self._counts else 0
-            self._fs.rm_file(self._path(path))
-            self.quota.changed(-int(held))
+            with self._asking("delete"):
+                held = self._fs.info(self._path(path))["size"] if self._counts else 0
+                self._fs.rm_file(self._path(path))
         except FileNotFoundError:
             return
-        except OSError as error:
-            raise_device_error(error, self.url, "delete")
+        self.quota.changed(-int(held))
 
     def quarantine(self, path: str) -> None:
         handle = self.open(path)

@@ -14,6 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+import hpstore
 from hpstore.devices.base import DirectoryEntry
 from hpstore.devices.remote import RemoteDevice
 from hpstore.errors import DeviceError, DeviceMissing
@@ -181,6 +182,63 @@ def test_errors_of_the_store_are_device_errors(
     ):
         with pytest.raises(DeviceError):
             call()
+
+
+class _NoEndpoint(Exception):
+    """As botocore's errors of connections and credentials: no OSError."""
+
+
+def _unreachable(*_: Any, **__: Any) -> Any:
+    raise _NoEndpoint("cannot connect to https://x")
+
+
+_ASKED = ("makedirs", "open", "info", "ls", "cat_file", "rm_file", "find")
+
+
+def test_a_clients_own_errors_are_device_errors(
+    device: RemoteDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any class: a device that does not answer is one that is away."""
+    store(device, "objects/a/@1", pattern(PAGE))
+    quota = RemoteDevice(device.url, capacity_bytes=MIB)
+    for name in _ASKED:
+        monkeypatch.setattr(MemoryFileSystem, name, _unreachable)
+    for call in (
+        lambda: device.open("objects/a/@1"),
+        lambda: device.read_small("x", 10),
+        lambda: device.write_small("x", b"1"),
+        lambda: device.entries("objects"),
+        lambda: device.counter("horizon"),
+        lambda: device.stamp("objects/a/@1"),
+        lambda: device.delete("objects/a/@1"),
+        lambda: device.quarantine("objects/a/@1"),
+        lambda: list(quota._sizes()),
+    ):
+        with pytest.raises(DeviceMissing, match="_NoEndpoint: cannot connect"):
+            call()
+
+
+def test_a_pool_opens_without_stores_that_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """m of them are away by errors of their client's own."""
+    number = next(_NUMBERS)
+    urls = [f"memory://away-{number}/d{n}" for n in range(4)]
+    with hpstore.create(urls, data=2, parity=1, config=tmp_path / "pool.toml") as pool:
+        pool.put("k", b"1" * 1000)
+    for name in _ASKED:
+        plain = getattr(MemoryFileSystem, name)
+
+        def asked(self: Any, path: str, *args: Any, _plain: Any = plain, **options: Any) -> Any:
+            if "/d1" in path:
+                _unreachable()
+            return _plain(self, path, *args, **options)
+
+        monkeypatch.setattr(MemoryFileSystem, name, asked)
+    with hpstore.open(tmp_path / "pool.toml") as pool:
+        assert pool.get("k") == b"1" * 1000
+        pool.put("l", b"2")
+    fsspec.filesystem("memory").store.clear()
 
 
 def test_a_store_that_returns_other_bytes_fails_its_probe(
