@@ -294,8 +294,11 @@ class LocalDevice(LocalFiles):
             except FileNotFoundError:
                 return
             try:
-                size = os.fstat(fd).st_size
-                if self._ballast.wants(root, size) and _unread(fd):
+                facts = os.fstat(fd)
+                size = facts.st_size
+                if facts.st_nlink > 1:  # another name, of a backup perhaps: its bytes stay
+                    self._unlink(root, path)
+                elif self._ballast.wants(root, size) and _unread(fd):
                     self._keep(root, fd, path, self._ballast.place())
                     os.ftruncate(fd, min(size, SPARE_BYTES))
                 elif self._may_recycle(root, size) and _unread(fd):

@@ -33,6 +33,7 @@ from hpstore.objects.write.delete_files import remove_files
 from hpstore.objects.write.put import WriteFailed, settle_or_owe, write_columns, write_tombstone
 from hpstore.objects.write.put_plan import PutContent, plan_columns
 from hpstore.objects.write.stripe_writer import Throttle
+from hpstore.runtime.budget import inside_a_lease
 
 REPAIR_TRIES = 6
 
@@ -375,6 +376,8 @@ class _Repairer:
 class ObjectSource:
     """A stored object as the source of its new layout. Serialises its readers."""
 
+    leases = True
+
     def __init__(self, reader: ObjectReader, throttle: Throttle) -> None:
         self._reader, self._throttle = reader, throttle
         self.size = reader.header.geometry.size
@@ -385,5 +388,5 @@ class ObjectSource:
 
     def read_into(self, start: int, out: Bytes) -> None:
         self._throttle(len(out))
-        with self._lock:
+        with self._lock, inside_a_lease():
             self._reader.read_into(start, out)

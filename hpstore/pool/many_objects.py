@@ -46,7 +46,11 @@ def put_many(
     require_tolerance(store, wanted, f"{len(sources)} objects")
 
     def put(batch: Mapping[str, PutSource]) -> dict[str, ObjectInfo | Exception]:
-        found = _put_batch(store, batch, metadata)
+        found: Mapping[str, ObjectInfo | Exception]
+        try:
+            found = _put_batch(store, batch, metadata)
+        except (HpstoreError, OSError) as error:
+            found = dict.fromkeys(batch, _of_all(error))
         return {key: _tolerated(answer, wanted) for key, answer in found.items()}
 
     results: dict[str, ObjectInfo | Exception] = {}
@@ -73,7 +77,10 @@ def delete_many(store: PoolContext, keys: Iterable[str], *, missing_ok: bool) ->
     wanted = list(dict.fromkeys(check_key(key) for key in keys))
 
     def delete(batch: Sequence[str]) -> dict[str, Exception | None]:
-        found = _delete_batch(store, batch)
+        try:
+            found = _delete_batch(store, batch)
+        except (HpstoreError, OSError) as error:
+            found = dict.fromkeys(batch, _of_all(error))
         sweep_deleted(store)
         if missing_ok:
             found = {k: None if isinstance(e, ObjectNotFound) else e for k, e in found.items()}
@@ -96,6 +103,12 @@ def remove_versions(store: PoolContext, claims: Claims, going: Mapping[str, str]
         results |= conditional_put.remove_versions(store, claims, part)
         sweep_deleted(store)
     _whole(results, keys, "deleted")
+
+
+def _of_all(error: HpstoreError | OSError) -> HpstoreError | OSError:
+    """An error of a whole batch, of which a part may have been stored, or deleted, before it."""
+    error.maybe_visible = True  # type: ignore[union-attr]
+    return error
 
 
 def _delete_batch(store: PoolContext, batch: Sequence[str]) -> dict[str, Exception | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -99,6 +100,7 @@ def get_bytes(
     session: PoolSession, key: str, start: int, end: int | None, version: str | None
 ) -> bytes:
     """Pool.get."""
+    start, end = operator.index(start), None if end is None else operator.index(end)
 
     def read(reader: ObjectReader) -> bytes:
         size = reader.header.geometry.size
@@ -117,7 +119,7 @@ def read_buffer(
     session: PoolSession, key: str, buffer: object, offset: int, version: str | None
 ) -> int:
     """Pool.read_into."""
-    target = writable_bytes(buffer)
+    target, offset = writable_bytes(buffer), operator.index(offset)
 
     def read(reader: ObjectReader) -> int:
         if offset < 0:

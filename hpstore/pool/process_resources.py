@@ -64,6 +64,7 @@ def renew_after_fork(store: PoolContext) -> None:
     store.buffers = BufferPool(ByteBudget(store.settings.memory_bytes))
     store.metrics = Metrics()
     store.counter = HybridCounter(store.clock)
+    store.looking = threading.Lock()
     store.forget_stamps()
 
 

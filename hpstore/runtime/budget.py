@@ -11,11 +11,25 @@ from contextlib import contextmanager
 from hpstore.errors import BudgetExceeded
 from hpstore.units import format_bytes
 
+_thread = threading.local()
+
+
+@contextmanager
+def inside_a_lease() -> Iterator[None]:
+    """Inside, this thread leases for what a lease is held for: it waits for room, and for no turn,
+    since who has the turn may wait for that lease to come back."""
+    before, _thread.inside = getattr(_thread, "inside", False), True
+    try:
+        yield
+    finally:
+        _thread.inside = before
+
 
 class ByteBudget:
     """At most `limit_bytes` leased at a time; a larger request is admitted only when alone.
 
-    Requests are served in order. `waited_total` counts requests that had to wait.
+    Requests are served in order, but for those of a thread that holds a lease already, which others
+    may wait for: see inside_a_lease(). `waited_total` counts requests that had to wait.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -33,14 +47,19 @@ class ByteBudget:
         with self._turn:
             return self._used
 
-    def acquire(self, nbytes: int, timeout_seconds: float | None = None) -> None:
-        """Lease bytes; waits for its turn. Raises BudgetExceeded on timeout or after close()."""
+    def acquire(self, nbytes: int, timeout_seconds: float | None = None, *, spare: int = 0) -> None:
+        """Lease bytes; waits for its turn, and until `spare` bytes are left beside them. Raises
+        BudgetExceeded on timeout or after close()."""
         ticket = object()
         with self._turn:
-            self._queue.append(ticket)
+            if getattr(_thread, "inside", False):
+                self._queue.appendleft(ticket)
+            else:
+                self._queue.append(ticket)
 
             def ready() -> bool:
-                fits = self._used + nbytes <= self.limit_bytes or self._used == 0
+                room = self.limit_bytes - spare
+                fits = self._used + nbytes <= room or self._used == 0
                 return self._closed or (self._queue[0] is ticket and fits)
 
             if not ready():

@@ -177,14 +177,20 @@ class BufferPool:
         return self._kept_bytes
 
     def lease(
-        self, nbytes: int, timeout_seconds: float | None = None, *, keep: bool = True
+        self,
+        nbytes: int,
+        timeout_seconds: float | None = None,
+        *,
+        keep: bool = True,
+        spare: int = 0,
     ) -> Lease:
         """A buffer of at least `nbytes`; contents are undefined. Raises BudgetExceeded.
 
         Not `keep`: what is rare and of any size. Its memory goes with it, unless it was there.
+        `spare` as of ByteBudget.acquire.
         """
         size = self._size_class(nbytes)
-        self.budget.acquire(size, timeout_seconds)
+        self.budget.acquire(size, timeout_seconds, spare=spare)
         with self._lock:
             kept = self._free[size].pop() if self._free[size] else None
             if kept is not None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpstore.errors import ConfigError
+from hpstore.runtime.forks import call_in_children
 
 _log = logging.getLogger(__name__)
 AUTHORITY, CERTIFICATE, KEY = "ca.pem", "certificate.pem", "key.pem"
@@ -48,6 +49,7 @@ class TlsFiles:
     def __init__(self, directory: str | os.PathLike[str], *, server: bool) -> None:
         self._directory, self._server = Path(directory), server
         self._lock = threading.Lock()  # guards _seen and _context
+        call_in_children(self._renew)
         self._seen = self._look()
         self._context = self._load()
 
@@ -86,6 +88,10 @@ class TlsFiles:
                 f"the certificate files in {self._directory} cannot be used: {error}"
             ) from error
         return context
+
+    def _renew(self) -> None:
+        """In a forked child: a thread of the parent may have had the lock."""
+        self._lock = threading.Lock()
 
     def context(self) -> ssl.SSLContext:
         """Of the files as they are now, or the last ones that could be used."""

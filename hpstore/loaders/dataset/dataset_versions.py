@@ -198,12 +198,19 @@ def delete_version(pool: Pool, name: str, version: str) -> int:
 
 
 def change_dataset(
-    pool: Pool, name: str, change: Change, *, label: str | None = None
+    pool: Pool,
+    name: str,
+    change: Change,
+    *,
+    label: str | None = None,
+    putting: Callable[[bool], None] = lambda _: None,
 ) -> DatasetManifest:
     """Publish what `change` makes of the newest manifest, and keep that as a version.
 
     `change` is called again when another process changed the dataset meanwhile. Durable on return.
     Raises ObjectNotFound, VersionConflict, IntegrityError, what `change` raises: nothing changed.
+    `putting` is called with True right before a put that may become visible whatever comes of it,
+    and with False when it was refused for certain.
     """
     label = check_label(label)
     key = manifest_key(check_dataset_name(name))
@@ -217,11 +224,13 @@ def change_dataset(
             raise VersionConflict(f"data set {name!r} has a version {label!r}; nothing was changed")
         made = replace(change(old), label=label)
         _keep(pool, name, old)
+        putting(True)
         try:
             return publish_over(pool, key, made, old, found)
         except VersionConflict as error:
             if error.maybe_visible:  # what is there may be this very change: not a second time
                 raise
+            putting(False)
             _log.info("data set %r was changed meanwhile: once more", name)
             _drop_replaced(pool, name, old)
     raise VersionConflict(

@@ -368,9 +368,11 @@ class _Writers:
             made = replace(newest, fields=fields, parts=(*parts, *newest.parts[count:]))
             return replace(made, content=joined_content(self._pool, self._name, made, made.parts))
 
-        self._unclear = True  # an unacknowledged put may still become visible
+        def putting(now: bool) -> None:
+            self._unclear = now  # an unacknowledged put may still become visible
+
         try:
-            made = change_dataset(self._pool, self._name, changed, label=version)
+            made = change_dataset(self._pool, self._name, changed, label=version, putting=putting)
         except (ConfigError, ObjectNotFound, VersionConflict) as error:
             self._unclear = error.maybe_visible  # a dataset that went is found before any put
             raise

@@ -276,10 +276,10 @@ class DatasetWriter(Closing):
             if self._seed is not None:
                 made = self._shuffled(made)
             manifest = self._manifest(made, self._seed)
-            self._state = "unclear"  # an unacknowledged put may still become visible
             if self._base is not None:
                 self._append_part(manifest)
             else:
+                self._putting(True)
                 publish(self.pool, self.name, self._key, manifest, version=self._version)
         except (ConfigError, ObjectNotFound, VersionConflict) as error:
             if not error.maybe_visible:  # else what was met may be this writer's own
@@ -311,9 +311,14 @@ class DatasetWriter(Closing):
             return replace(newest, parts=parts, content=content, metadata=metadata)
 
         if self._rows:
-            change_dataset(self.pool, self.name, behind, label=self.label or None)
+            label = self.label or None
+            change_dataset(self.pool, self.name, behind, label=label, putting=self._putting)
         else:
             self._part_writers[0].remove()
+
+    def _putting(self, now: bool) -> None:
+        """An unacknowledged put may still become visible."""
+        self._state = "unclear" if now else "failed"
 
     def _shuffled(self, made: DatasetPart) -> DatasetPart:
         """The same samples in another order: all are written again, the first ones go later."""

@@ -157,14 +157,18 @@ class _Race:
         self._spent = nbytes if kind == "hedged" else 0
         store.metrics.count(f"read_{kind}_total")
         spare, submit = WindowReads(plan, lease, self._flight), store.scheduler.submit
-        for column, (low, _) in plan.reads.items():
-            if column in spare.shared:
-                continue
-            held, array = reader.columns.get(column), spare.arrays[column]
-            device = closed[column].device if held is None else held.device_id
-            call = partial(_read, reader, held, closed.get(column), low, array)
-            begin = at_once if held is not None and held.in_memory else partial(submit, device)
-            spare.futures[column] = begin(call)
+        try:
+            for column, (low, _) in plan.reads.items():
+                if column in spare.shared:
+                    continue
+                held, array = reader.columns.get(column), spare.arrays[column]
+                device = closed[column].device if held is None else held.device_id
+                call = partial(_read, reader, held, closed.get(column), low, array)
+                begin = at_once if held is not None and held.in_memory else partial(submit, device)
+                spare.futures[column] = begin(call)
+        except BaseException:  # a lane that could not be started: no more threads
+            spare.drop()
+            raise
         return spare
 
     def _plan(self, late: list[int], closed: Mapping[int, ColumnFile]) -> WindowPlan | None:
@@ -244,7 +248,11 @@ def probe_avoided(reader: Hedged, low: int, high: int) -> None:
             continue
         store.metrics.count("read_probe_total")
         probe = partial(_probe, reader, found, low, lease.array[: high - low])
-        future = store.scheduler.submit(device, probe, bulk=True)
+        try:
+            future = store.scheduler.submit(device, probe, bulk=True)
+        except BaseException:  # as above
+            lease.release()
+            raise
         future.add_done_callback(partial(_probed, store, device, lease))
 
 

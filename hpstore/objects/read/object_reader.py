@@ -7,7 +7,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from functools import partial
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import BlocksDamaged, BudgetExceeded, IntegrityError, TooManyErasures
@@ -18,12 +17,12 @@ from hpstore.objects.read.erasures import Erasures, rows_of, split_window
 from hpstore.objects.read.hedge import overtake, probe_avoided
 from hpstore.objects.read.open_columns import open_files
 from hpstore.objects.read.read_plan import WindowPlan, plan_rebuild, plan_window, run_bytes, windows
-from hpstore.objects.read.window_reads import RebuiltRun, WindowReads, close_opened, read_held
+from hpstore.objects.read.window_reads import RebuiltRun, WindowReads, begin_reads, close_opened
 from hpstore.objects.read_routing import well_placed
 from hpstore.objects.survey import ColumnFile, Layout, staying_first
 from hpstore.objects.survey_limits import unreadable
 from hpstore.runtime.deadline_wait import wait_awake
-from hpstore.runtime.scheduler import at_once, outcome
+from hpstore.runtime.scheduler import outcome
 
 _log = logging.getLogger(__name__)
 WINDOWS_IN_FLIGHT = 4
@@ -379,19 +378,7 @@ class ObjectReader:
                 raise
             return None
         flight = WindowReads(plan, lease)
-        for column, (low, _) in plan.reads.items():
-            reader, array = self.columns[column], flight.arrays[column]
-            if reader.in_memory:
-                flight.futures[column] = at_once(partial(read_held, reader, low, array))
-                flight.patience[column] = 0.0  # what others need says when a spare read is due
-                continue
-            late_after = self.store.patience_seconds(reader.device_id, len(array))
-            if late_after is not None:
-                flight.patience[column] = late_after
-            flight.futures[column] = self.store.scheduler.submit(
-                reader.device_id, partial(read_held, reader, low, array)
-            )
-            self.store.routing.budget.earn(len(array))
+        begin_reads(self.store, self.columns, flight)
         return flight
 
     def _land(self, window: tuple[int, int], flight: WindowReads, deliver: Deliver) -> None:

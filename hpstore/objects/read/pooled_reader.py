@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -80,7 +81,7 @@ class PooledReader(Closing):
 
     def read_into(self, buffer: object, offset: int = 0) -> int:
         """As Pool.read_into."""
-        target = writable_bytes(buffer)
+        target, offset = writable_bytes(buffer), operator.index(offset)
         if offset < 0:
             raise ValueError(f"offset {offset} is negative")
 
@@ -96,6 +97,7 @@ class PooledReader(Closing):
         replaced underneath, ranges are delivered again from the first. Raises ValueError for a
         range outside the object.
         """
+        ranges = [(operator.index(start), operator.index(end)) for start, end in ranges]
 
         def read(reader: ObjectReader) -> None:
             for start, end in ranges:

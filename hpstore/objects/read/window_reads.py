@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 
 from hpstore.codec.galois import Bytes
+from hpstore.objects.context import PoolContext
 from hpstore.objects.read.column_reader import ColumnReader
 from hpstore.objects.read.read_plan import WindowPlan
 from hpstore.runtime.buffers import Lease
+from hpstore.runtime.scheduler import at_once
 
 
 class WindowReads:
@@ -113,6 +116,30 @@ def read_held(held: ColumnReader, low: int, target: Bytes) -> ColumnReader | Non
     """Fill `target` with verified bytes of an open column; nothing was opened for that."""
     held.read_into(low, target)
     return None
+
+
+def begin_reads(
+    store: PoolContext, columns: Mapping[int, ColumnReader], flight: WindowReads
+) -> None:
+    """Start the reads of a flight. Where a lane cannot be started it is dropped: raises what that
+    raises."""
+    try:
+        for column, (low, _) in flight.plan.reads.items():
+            reader, array = columns[column], flight.arrays[column]
+            if reader.in_memory:
+                flight.futures[column] = at_once(partial(read_held, reader, low, array))
+                flight.patience[column] = 0.0  # what others need says when a spare read is due
+                continue
+            late_after = store.patience_seconds(reader.device_id, len(array))
+            if late_after is not None:
+                flight.patience[column] = late_after
+            flight.futures[column] = store.scheduler.submit(
+                reader.device_id, partial(read_held, reader, low, array)
+            )
+            store.routing.budget.earn(len(array))
+    except BaseException:
+        flight.drop()
+        raise
 
 
 def spare_bytes(plan: WindowPlan, before: WindowReads) -> tuple[int, int]:

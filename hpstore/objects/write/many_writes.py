@@ -229,6 +229,8 @@ def _write_together(
         _step(now, writes.values(), calls, "sync names", lambda column: column.sync_name)
         _acknowledge(now, writes.values())
     finally:
+        for fill in fills:
+            fill.cancel()  # what has not begun, where something else has gone wrong
         for write in writes.values():
             write.columns.abandon(take_back=not write.done)
         release_after(lease, fills)

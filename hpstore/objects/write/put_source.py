@@ -12,12 +12,15 @@ import numpy as np
 
 from hpstore.codec.galois import Bytes
 from hpstore.errors import HpstoreError
+from hpstore.runtime.budget import inside_a_lease
 
 
 class PutSource(Protocol):
-    """Bytes that can be read again from any place, as a put that is replanned does."""
+    """Bytes that can be read again from any place, as a put that is replanned does. `leases`:
+    reading them takes memory of the pool's, as much as a batch of the put at a time."""
 
     size: int
+    leases: bool
 
     def view(self, start: int, end: int) -> Bytes | None:
         """The bytes in place, valid until the put is over, or None when they must be copied."""
@@ -28,6 +31,8 @@ class PutSource(Protocol):
 
 class MemorySource:
     """The caller's memory; it must not change until the put returns."""
+
+    leases = False
 
     def __init__(self, data: object) -> None:
         view = memoryview(data)  # type: ignore[arg-type]  # raises TypeError for what is no buffer
@@ -51,6 +56,8 @@ class FileSource:
     put returns. What Python has buffered of writes is written first. Raises TypeError for what has
     no bytes by position, such as a pipe.
     """
+
+    leases = False
 
     def __init__(self, file: BinaryIO) -> None:
         if isinstance(file, io.BufferedRandom):
@@ -91,6 +98,8 @@ class OpenedObject(Protocol):
 class VersionSource:
     """One version of an object, of this pool or another; read by one thread at a time."""
 
+    leases = True
+
     def __init__(self, opened: OpenedObject) -> None:
         if not opened.pinned:
             raise TypeError(
@@ -103,7 +112,7 @@ class VersionSource:
         return None
 
     def read_into(self, start: int, out: Bytes) -> None:
-        with self._turn:
+        with self._turn, inside_a_lease():
             count = self._opened.read_into(out, start)
         if count != len(out):
             raise HpstoreError("the object became shorter while it was read")

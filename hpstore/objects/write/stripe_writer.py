@@ -148,7 +148,7 @@ class StripeWriter:
         """Start a batch; data that lie ready need not wait for the parity."""
         rows = self._rows_in_place(batch, source)
         count = self._geometry.width if rows is None else self._geometry.parity
-        lease = self._lease(count * batch.column_bytes, flying)
+        lease = self._lease(count * batch.column_bytes, flying, source)
         # what is small is computed in less time than another thread wakes up in
         compute = at_once if self._whole else self._store.scheduler.compute
         try:
@@ -162,14 +162,17 @@ class StripeWriter:
             raise
         return _Flight(lease, prepared, self._told)
 
-    def _lease(self, nbytes: int, flying: list[_Flight]) -> Lease:
-        """Memory for a batch; lands earlier ones first when it is short, so nobody deadlocks."""
+    def _lease(self, nbytes: int, flying: list[_Flight], source: PutSource) -> Lease:
+        """Memory for a batch; lands earlier ones first when it is short, so nobody deadlocks. Where
+        the source is read through leases, too, as much is left for them."""
+        buffers, spare = self._store.buffers, nbytes if source.leases else 0
         while flying:
             try:
-                return self._store.buffers.lease(nbytes, 0.0)
+                return buffers.lease(nbytes, 0.0, spare=spare)
             except BudgetExceeded:
                 self._land(flying)
-        return self._store.buffers.lease(nbytes, self._store.settings.put_deadline_seconds)
+        deadline = self._store.settings.put_deadline_seconds
+        return buffers.lease(nbytes, deadline, spare=spare)
 
     def _land(self, flying: list[_Flight]) -> None:
         """Wait for the batch that is through first, or for the oldest when that takes long: then a
