@@ -20,7 +20,7 @@ from hpstore.config import Settings
 from hpstore.errors import BudgetExceeded, SomeFailed, ThreadsExhausted, TooManyErasures
 from hpstore.loaders import DatasetWriter, Field, add_field
 from hpstore.loaders.writer import dataset_changes, dataset_writer
-from hpstore.objects.write import many_writes
+from hpstore.objects.write.stripe_writer import StripeWriter
 from hpstore.pool import many_objects
 from hpstore.pool.pool import Pool
 from hpstore.runtime.budget import ByteBudget, inside_a_lease
@@ -147,7 +147,7 @@ def test_a_put_of_many_that_is_broken_off_keeps_no_memory(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C while the files are filled: calls that had not begun hold nothing."""
-    plain, left = many_writes.StripeWriter.fill, [0]
+    plain, left = StripeWriter.fill, [0]
 
     def fill(self: Any, *args: Any) -> Any:
         left[0] -= 1
@@ -155,7 +155,7 @@ def test_a_put_of_many_that_is_broken_off_keeps_no_memory(
             raise KeyboardInterrupt
         return plain(self, *args)
 
-    monkeypatch.setattr(many_writes.StripeWriter, "fill", fill)
+    monkeypatch.setattr(StripeWriter, "fill", fill)
     for calls in range(3):
         left[0] = calls
         with pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ Targets: TypeAlias = "Sequence[Bytes] | Bytes"  # n arrays, or the rows of one
 
 class MemoryLost(Exception):
     """A read that does not end may still write into the targets: nobody may use them before it has.
-    `late`: such reads; None where they are not known, and nobody may use them again."""
+    `late`: such reads; None where they are not known: then the targets are never used again."""
 
     def __init__(self, late: Sequence[Future[None]] | None = None) -> None:
         super().__init__()
