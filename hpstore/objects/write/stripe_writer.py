@@ -163,7 +163,7 @@ class StripeWriter:
         return _Flight(lease, prepared, self._told)
 
     def _lease(self, nbytes: int, flying: list[_Flight], source: PutSource) -> Lease:
-        """Memory for a batch; lands earlier ones first when it is short, so that none deadlocks. Where
+        """Memory for a batch; lands earlier ones first when it is short, so none deadlocks. Where
         the source is read through leases, too, as much is left for them."""
         buffers, spare = self._store.buffers, nbytes if source.leases else 0
         while flying:
