@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections import deque
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -261,6 +261,9 @@ def _apply_dict(
             target[name] = value
 
 
+    if type(target) is OrderedDict is type(loaded) and target.keys() == loaded.keys():
+        for name in loaded:  # its order is a part of what it is equal to
+            target.move_to_end(name)
 def rng_state() -> dict[str, Any]:
     """RNG states of Python, torch, CUDA when it is in use, and numpy's legacy generator."""
     found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
