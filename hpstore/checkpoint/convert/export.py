@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hpstore.checkpoint.catalog.removed_steps import reading_step
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.convert import dcp_directories, safetensors_files
 from hpstore.checkpoint.convert.atomic_files import published
@@ -151,17 +152,20 @@ def export_checkpoint(
     Raises
     ------
     ConfigError, CheckpointError, IntegrityError, RedundancyError
-        An argument is wrong; the step or the format lacks it; bytes cannot be read.
+        An argument is wrong; the step or the format lacks it, or the step is removed meanwhile;
+        bytes cannot be read.
     """
     began, path = time.perf_counter(), Path(checked_path(target, "target")).absolute()
     kind = _format(format, path, target)
     require_layout(layout, kind)
     shard_bytes = parse_bytes(max_shard_bytes)
-    manifest = StepCatalog(pool, prefix).manifest(step)
+    catalog = StepCatalog(pool, prefix)
+    manifest = catalog.manifest(step)
     keys = model_keys(manifest.tree, keys, model_only=model_only)
     chosen = _choose(manifest, kind, keys, strip, rank)
     chosen = replace(chosen, dtype=export_dtype(dtype), kind=kind, layout=layout)
-    return _exported(pool, path, chosen, shard_bytes, force, progress, began)
+    with reading_step(catalog, manifest):
+        return _exported(pool, path, chosen, shard_bytes, force, progress, began)
 
 
 def _exported(
