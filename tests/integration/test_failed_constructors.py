@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch.distributed as _distributed
@@ -40,8 +40,8 @@ def taken() -> tuple[object, set[str], set[str]]:
 @pytest.mark.parametrize("background", ["thread", "process"])
 def test_a_constructor_that_fails_gives_all_back(
     pool: Pool,
-    on_sigterm: Literal["save", "finish"],
-    background: Literal["thread", "process"],
+    on_sigterm: str,
+    background: str,
 ) -> None:
     """A notebook goes on after the error: SIGTERM, which it left disarmed, ends it as before."""
     with Checkpointer(pool, "run", save=SaveOptions(background=background)) as ckpt:

@@ -10,7 +10,7 @@ import pytest
 
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.convert.export import export_checkpoint
-from hpstore.checkpoint.format.checkpoint_manifest import Manifest, manifest_key
+from hpstore.checkpoint.format.checkpoint_manifest import Manifest, manifest_key, step_prefix
 from hpstore.checkpoint.tiers.copy_step import copy_step
 from hpstore.errors import CheckpointError, ObjectNotFound
 from hpstore.pool.pool import Pool
@@ -81,7 +81,7 @@ def test_a_segment_that_is_lost_is_no_step_that_was_removed(run: Pool) -> None:
     """Then the step is listed, and its segment is what has to be looked for."""
     with checkpointer(run) as ckpt:
         step = ckpt.read(4)
-        lost = next(s.key for s in step.manifest.objects if "/step-4" in s.key or "4/" in s.key)
+        lost = next(s.key for s in step.manifest.objects if s.key.startswith(step_prefix(RUN, 4)))
         run.delete(lost)
         with pytest.raises(ObjectNotFound, match="segment"):
             step.tensors(["free"])
