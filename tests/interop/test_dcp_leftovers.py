@@ -11,7 +11,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import dcp_to_torch_save, torch_save_to_dcp
-from hpstore.checkpoint.convert import dcp_objects
+from hpstore.checkpoint.convert import dcp_directories, dcp_objects
 from hpstore.errors import RedundancyError, TooFewDevices
 from hpstore.pool.pool import Pool
 
@@ -75,7 +75,7 @@ def test_the_first_error_is_the_one_that_is_raised(
     if where == "at the commit":
         monkeypatch.setattr(dcp_objects, "_commit", broken)
     else:
-        monkeypatch.setattr(dcp_objects.OneByOne, "require_all", broken)
+        monkeypatch.setattr(dcp_directories.OneByOne, "require_all", broken)
     with pytest.raises(RedundancyError, match="the cause"):
         torch_save_to_dcp(tmp_path / "twos.pt", url)
     assert value(url, tmp_path) == 1.0
