@@ -35,6 +35,7 @@ def _fails_on_one(rank: int, world: int, directory: Path) -> None:
 
     state = {"x": torch.ones(4)}
     with open_pool(directory) as pool, Checkpointer(pool, "run", rng=False, save=SOON) as ckpt:
+        said = "nothing was raised"
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(rank_plan, "sampled_digests", without_memory)

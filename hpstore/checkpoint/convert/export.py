@@ -152,24 +152,21 @@ def export_checkpoint(
     Raises
     ------
     ConfigError, CheckpointError, IntegrityError, RedundancyError
-        An argument is wrong; the step or the format lacks it, or the step is removed meanwhile;
-        bytes cannot be read.
+        An argument is wrong; the step or the format lacks it; bytes cannot be read.
     """
     began, path = time.perf_counter(), Path(checked_path(target, "target")).absolute()
     kind = _format(format, path, target)
     require_layout(layout, kind)
-    shard_bytes = parse_bytes(max_shard_bytes)
-    catalog = StepCatalog(pool, prefix)
+    catalog, shard_bytes = StepCatalog(pool, prefix), parse_bytes(max_shard_bytes)
     manifest = catalog.manifest(step)
     keys = model_keys(manifest.tree, keys, model_only=model_only)
     chosen = _choose(manifest, kind, keys, strip, rank)
     chosen = replace(chosen, dtype=export_dtype(dtype), kind=kind, layout=layout)
-    with reading_step(catalog, manifest):
-        return _exported(pool, path, chosen, shard_bytes, force, progress, began)
+    return _exported(catalog, path, chosen, shard_bytes, force, progress, began)
 
 
 def _exported(
-    pool: Pool,
+    catalog: StepCatalog,
     path: Path,
     chosen: _Chosen,
     shard_bytes: int,
@@ -185,8 +182,9 @@ def _exported(
         return rounded(name, tensor, chosen.written_dtype(items[name]))
 
     order = _order(kind, chosen, shard_bytes, path)
-    stream = TensorStream(pool, manifest, order, progress, cast)
-    files = _write(kind, path, chosen, stream, force, shard_bytes)
+    stream = TensorStream(catalog.pool, manifest, order, progress, cast)
+    with reading_step(catalog, manifest):
+        files = _write(kind, path, chosen, stream, force, shard_bytes)
     written = {name: chosen.written_dtype(items[name]) for name in chosen.names}
     return ExportReport(
         step=manifest.step,

@@ -95,10 +95,8 @@ def import_checkpoint(
 
     Raises
     ------
-    CheckpointError
-        The source cannot be read, or a training saves under the prefix.
-    VersionConflict
-        The step exists.
+    CheckpointError, VersionConflict
+        The source cannot be read, or a training saves under the prefix; the step exists.
     """
     if not isinstance(source, str) or "://" not in source:
         checked_path(source, "source", recorded=True)
