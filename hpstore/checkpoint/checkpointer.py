@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -95,7 +96,7 @@ class Checkpointer(Closing, OneProcess):
         The ranks differ in what they ask for.
     """
 
-    last_restore: RestoreReport | None
+    last_restore: RestoreReport | None = None
 
     def __init__(
         self,
@@ -117,26 +118,27 @@ class Checkpointer(Closing, OneProcess):
         options = checked_options(pool, save)
         retention = Retention.of(keep_last, keep_every, keep_best, keep_for)
         alone = isinstance(group, str) and checked_choice("group", group, (ALONE,)) == ALONE
-        self._catalog = StepCatalog(pool, prefix)
+        self._catalog, self._turn, self._closed = StepCatalog(pool, prefix), OneCaller(), False
         self.pool, self.prefix, self.rng, self.allow_pickle = pool, prefix, rng, allow_pickle
-        self._ranks = Ranks(options.commit_seconds, None if alone else group, alone=alone)
-        self._schedule = SaveSchedule(when, self._ranks)
-        self.saver = Saver(
-            self._catalog,
-            self._ranks,
-            options,
-            retention,
-            rng=rng,
-            allow_pickle=allow_pickle,
-            alone=alone,
-            tiers=checked_tiers(pool, tiers),
-        )
-        self.tiers = Tiers(self.saver.tiers)
-        self.steps = Steps(self._catalog, self.saver, retention)
-        self.counters = self.saver.counters
-        self._turn = OneCaller()
-        self._closed, self.last_restore = False, None
-        self.saver.get_ready(example)
+        with ExitStack() as undone:
+            self._ranks = Ranks(options.commit_seconds, None if alone else group, alone=alone)
+            undone.push(self._ranks)
+            self._schedule = SaveSchedule(when, self._ranks)
+            self.saver = Saver(
+                self._catalog,
+                self._ranks,
+                options,
+                retention,
+                rng=rng,
+                allow_pickle=allow_pickle,
+                alone=alone,
+                tiers=checked_tiers(pool, tiers),
+            )
+            undone.callback(self.saver.release)
+            self.tiers, self.counters = Tiers(self.saver.tiers), self.saver.counters
+            self.steps = Steps(self._catalog, self.saver, retention)
+            self.saver.get_ready(example)
+            undone.pop_all()
 
     def per_rank(self, value: Any) -> PerRank:
         """Wrap a value that every rank keeps for itself (loader state, local statistics).
@@ -426,14 +428,12 @@ class Checkpointer(Closing, OneProcess):
 
         Raises
         ------
-        CheckpointError
-            There is no such step.
-        IntegrityError
-            Its manifest is damaged.
+        CheckpointError, IntegrityError
+            There is no such step; its manifest is damaged.
         """
         catalog = self.steps.catalog_of(step)
         return SavedStep(
-            catalog.pool,
+            catalog,
             catalog.manifest(step),
             rank=self._ranks.rank,
             allow_pickle=self.allow_pickle,

@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from hpstore.checkpoint.catalog.hidden_steps import Rollback
+from hpstore.checkpoint.catalog.removed_steps import reading_step
 from hpstore.checkpoint.catalog.retain_steps import decisions_now, remove_steps
 from hpstore.checkpoint.catalog.retention import Retention, StepDecision
 from hpstore.checkpoint.catalog.rollback import (
@@ -139,12 +140,14 @@ class Steps:
         Raises
         ------
         CheckpointError
-            There is no such step.
+            There is no such step, or it was removed meanwhile.
         IntegrityError
             The manifest is damaged.
         """
         catalog = self.catalog_of(step)
-        return verify_step(catalog.pool, catalog.manifest(step), progress)
+        manifest = catalog.manifest(step)
+        with reading_step(catalog, manifest):
+            return verify_step(catalog.pool, manifest, progress)
 
     def diff(
         self,
@@ -179,12 +182,13 @@ class Steps:
         Raises
         ------
         CheckpointError
-            There is no such step, or neither holds anything under `keys`.
+            There is no such step, or one was removed meanwhile, or neither holds anything under
+            `keys`.
         IntegrityError, RedundancyError
             Bytes cannot be read.
         """
         return diff_steps(
-            self._catalog.pool,
+            self._catalog,
             self._catalog.manifest(before),
             self._catalog.manifest(after),
             keys=keys,

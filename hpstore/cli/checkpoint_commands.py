@@ -193,7 +193,10 @@ def _verified(
     """A step's report; with others to come, also what kept it from being read."""
     from hpstore.checkpoint import Checkpointer
 
-    with Checkpointer(pool, prefix) as checkpointer, progress_bar(f"step {step}") as bar:
+    with (
+        Checkpointer(pool, prefix, group="alone") as checkpointer,
+        progress_bar(f"step {step}") as bar,
+    ):
         try:
             return checkpointer.verify(step, progress=bar.of_bytes)
         except HpstoreError as error:

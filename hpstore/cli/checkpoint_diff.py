@@ -40,7 +40,7 @@ def diff(
     with hpstore.open(pool, read_only=True) as opened, progress_bar("diff") as bar:
         steps = steps_of(opened, prefix)
         first, second = (steps.manifest(resolved(steps, step)) for step in (before, after))
-        found = diff_steps(opened, first, second, keys=keys, norms=norms, progress=bar.of_bytes)
+        found = diff_steps(steps, first, second, keys=keys, norms=norms, progress=bar.of_bytes)
     if as_json:
         emit_json(found.as_dict())
     else:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from hpstore.checkpoint import Checkpointer, LoadOptions, Preempted, SaveOptions, Tier
 from hpstore.checkpoint.ranks.collectives import RankChannel, Ranks
 from hpstore.checkpoint.state.state_tree import PerRank
-from hpstore.errors import CheckpointError, ConfigError
+from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.runtime.closing import Closing
 from hpstore.trainers.checkpoint_paths import PathLike
 from hpstore.trainers.job_kinds import Parallelism, job_kind, kind_of_this_job, require_kind
@@ -26,8 +26,8 @@ from hpstore.trainers.refused_states import refuse_states
 from hpstore.trainers.resume_folder import trainer_rng, write_resume_folder
 from hpstore.trainers.shard_loading import ShardLoading
 from hpstore.trainers.sharded_parts import (
-    UNREADABLE,
     inner_optimizer,
+    is_unreadable,
     of_nearest,
     read_tree,
     read_without,
@@ -251,7 +251,9 @@ class PoolTrainerCallback(TrainerCallback, Closing):
         for step in reversed(steps):
             try:
                 return step, read_tree(self.checkpoints, step, rank=self._ranks.rank)
-            except UNREADABLE as error:
+            except HpstoreError as error:
+                if not is_unreadable(error):
+                    raise
                 _log.warning("checkpoint step %d is passed over: %s", step, error)
         if steps:
             raise CheckpointError(f"none of the checkpoints {steps[-8:]} can be read now")

@@ -14,7 +14,13 @@ from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.restore.chosen_names import choose
 from hpstore.checkpoint.restore.saved_step import SavedStep
 from hpstore.checkpoint.restore.verify_step import verify_step
-from hpstore.errors import CheckpointError, IntegrityError, ObjectNotFound, RedundancyError
+from hpstore.errors import (
+    CheckpointError,
+    HpstoreError,
+    IntegrityError,
+    ObjectNotFound,
+    RedundancyError,
+)
 
 # Any: states hold whatever their owners put there
 T = TypeVar("T")
@@ -46,6 +52,11 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
+def is_unreadable(error: HpstoreError) -> bool:
+    """Whether an older step may be readable instead: also where this one was removed."""
+    return isinstance(error, UNREADABLE) or isinstance(error.__cause__, UNREADABLE)
+
+
 def of_nearest(checkpoints: Checkpointer, step: int, read: Callable[[StepCatalog], T]) -> T:
     """What `read` finds of a step in the nearest pool where it can be read. Raises as `read` does
     for the last of them."""
@@ -63,7 +74,7 @@ def read_tree(checkpoints: Checkpointer, step: int, *, rank: int = 0) -> dict[st
 
     def read(catalog: StepCatalog) -> dict[str, Any]:
         return SavedStep(
-            catalog.pool,
+            catalog,
             catalog.manifest(step),
             rank=rank,
             allow_pickle=checkpoints.allow_pickle,
@@ -78,7 +89,7 @@ def read_without(checkpoints: Checkpointer, step: int, rank: int, *names: str) -
 
     def read(catalog: StepCatalog) -> dict[str, Any]:
         chosen = choose(catalog.manifest(step), LoadOptions(exclude=names))
-        return SavedStep(catalog.pool, chosen.manifest, rank=rank).tree()
+        return SavedStep(catalog, chosen.manifest, rank=rank).tree()
 
     return of_nearest(checkpoints, step, read)
 

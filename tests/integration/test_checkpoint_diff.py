@@ -15,6 +15,7 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, StepDiff
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.diff import difference_norms, step_diff
 from hpstore.checkpoint.diff.difference_norms import DifferenceNorms, slabs
 from hpstore.checkpoint.diff.step_diff import Change, diff_steps, same_by_hash
@@ -267,7 +268,7 @@ def test_bytes_that_cannot_be_read_are_an_error(pool: hpstore.Pool) -> None:
 def test_a_manifest_without_an_item_is_an_error(ckpt: Checkpointer, pool: hpstore.Pool) -> None:
     first, second = ckpt.steps.manifest(1), ckpt.steps.manifest(2)
     with pytest.raises(CheckpointError, match="holds no such item"):
-        diff_steps(pool, first, replace(second, items=second.items[1:]))
+        diff_steps(StepCatalog(pool, RUN), first, replace(second, items=second.items[1:]))
 
 
 @pytest.fixture

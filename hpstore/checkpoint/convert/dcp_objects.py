@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
+import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from hpstore.interop.filesystem import PoolFileSystem
 from hpstore.interop.filesystem.paths import ParsedPath
 
 # Any: values of a training state
+_log = logging.getLogger(__name__)
 
 
 def write_dcp_objects(
@@ -29,7 +30,8 @@ def write_dcp_objects(
     """What dcp.load(checkpoint_id=url) reads. `tensor` gives the real one for each in `state`.
 
     Data files have a nonce in their names, and the put of .metadata is the commit: a crash before
-    leaves the checkpoint that was there. Memory: some 512 MiB, or twice the largest tensor.
+    leaves the checkpoint that was there. Old files that cannot be removed then are
+    logged, and go with the next one. Memory: some 512 MiB, or twice the largest tensor.
     """
     files = PoolFileSystem()
     place = files.resolved(url)
@@ -136,5 +138,11 @@ def _remove_all(place: ParsedPath, names: Sequence[str]) -> None:
 
 
 def _remove(place: ParsedPath, name: str) -> None:
-    with suppress(ObjectNotFound):
+    """Best effort: what stays is named by no .metadata, and goes with the next checkpoint there."""
+    try:
         place.mount.pool.delete(f"{place.key}/{name}")
+    except ObjectNotFound:
+        return
+    except (HpstoreError, OSError) as error:
+        place.mount.pool.metrics.count("cleanup_postponed_total")
+        _log.warning("%s stays for now: %s", place.path(f"{place.key}/{name}"), error)

@@ -19,7 +19,7 @@ from hpstore.checkpoint.convert.metadata_pickle import (
     nested,
     read_metadata_pickle,
 )
-from hpstore.checkpoint.convert.torch_files import require_bounded
+from hpstore.checkpoint.convert.torch_files import require_bounded, require_bounded_tensors
 from hpstore.checkpoint.dcp.dcp_metadata import manifest_at, torch_metadata
 from hpstore.checkpoint.dcp.storage_reader import checked_bytes
 from hpstore.checkpoint.format.backed_bytes import Backed
@@ -153,8 +153,7 @@ class DcpFiles:
             raise CheckpointError(
                 f"{self._where}: {place.file} is not there, which {name!r} is in"
             ) from error
-        require_bounded(data, f"{self._where}: {name!r}")
-        return checked_bytes(data, name)
+        return _loaded(data, f"{self._where}: {name!r}", name)
 
 
 class DcpManifest:
@@ -194,6 +193,12 @@ class DcpManifest:
         backed.require(name, [item])
         blob = bytearray(item.length)
         run_reads(self._pool, self._manifest.segments, bytes_read(item, blob))
-        data = io.BytesIO(blob)
-        require_bounded(data, repr(name))
-        return checked_bytes(data, name)
+        return _loaded(io.BytesIO(blob), repr(name), name)
+
+
+def _loaded(data: io.BytesIO, where: str, name: str) -> Any:
+    """What torch.save wrote of an entry, of as many bytes as it may be of."""
+    require_bounded(data, where)
+    found = checked_bytes(data, name)
+    require_bounded_tensors(found, data.getbuffer().nbytes, where)
+    return found

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hpstore.checkpoint.catalog.removed_steps import reading_step
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.convert import dcp_directories, safetensors_files
 from hpstore.checkpoint.convert.atomic_files import published
@@ -156,16 +157,16 @@ def export_checkpoint(
     began, path = time.perf_counter(), Path(checked_path(target, "target")).absolute()
     kind = _format(format, path, target)
     require_layout(layout, kind)
-    shard_bytes = parse_bytes(max_shard_bytes)
-    manifest = StepCatalog(pool, prefix).manifest(step)
+    catalog, shard_bytes = StepCatalog(pool, prefix), parse_bytes(max_shard_bytes)
+    manifest = catalog.manifest(step)
     keys = model_keys(manifest.tree, keys, model_only=model_only)
     chosen = _choose(manifest, kind, keys, strip, rank)
     chosen = replace(chosen, dtype=export_dtype(dtype), kind=kind, layout=layout)
-    return _exported(pool, path, chosen, shard_bytes, force, progress, began)
+    return _exported(catalog, path, chosen, shard_bytes, force, progress, began)
 
 
 def _exported(
-    pool: Pool,
+    catalog: StepCatalog,
     path: Path,
     chosen: _Chosen,
     shard_bytes: int,
@@ -181,8 +182,9 @@ def _exported(
         return rounded(name, tensor, chosen.written_dtype(items[name]))
 
     order = _order(kind, chosen, shard_bytes, path)
-    stream = TensorStream(pool, manifest, order, progress, cast)
-    files = _write(kind, path, chosen, stream, force, shard_bytes)
+    stream = TensorStream(catalog.pool, manifest, order, progress, cast)
+    with reading_step(catalog, manifest):
+        files = _write(kind, path, chosen, stream, force, shard_bytes)
     written = {name: chosen.written_dtype(items[name]) for name in chosen.names}
     return ExportReport(
         step=manifest.step,

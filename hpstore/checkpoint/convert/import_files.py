@@ -12,7 +12,7 @@ from typing import Any
 from hpstore.checkpoint.catalog.fence_record import fence_key
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.catalog.writer_fence import here
-from hpstore.checkpoint.checkpointer import Checkpointer
+from hpstore.checkpoint.checkpointer import ALONE, Checkpointer
 from hpstore.checkpoint.convert.dcp_directories import METADATA, unpickle_dcp
 from hpstore.checkpoint.convert.dcp_sources import SCHEME, read_plain_dcp
 from hpstore.checkpoint.convert.export import FORMATS, guessed_format
@@ -69,8 +69,8 @@ def import_checkpoint(
 ) -> ImportReport:
     """Commit a checkpoint of another format as a step. Durable on return.
 
-    safetensors and torch.save files are mapped; a DCP directory is read into memory whole. After an
-    error nothing is visible.
+    Not collective: of the ranks of a job one calls it. safetensors and torch.save files are mapped;
+    a DCP directory is read into memory whole. After an error nothing is visible.
 
     Parameters
     ----------
@@ -95,10 +95,8 @@ def import_checkpoint(
 
     Raises
     ------
-    CheckpointError
-        The source cannot be read, or a training saves under the prefix.
-    VersionConflict
-        The step exists.
+    CheckpointError, VersionConflict
+        The source cannot be read, or a training saves under the prefix; the step exists.
     """
     if not isinstance(source, str) or "://" not in source:
         checked_path(source, "source", recorded=True)
@@ -106,7 +104,9 @@ def import_checkpoint(
     _require_free(pool, prefix, step, overwrite=overwrite, take_over=take_over)
     state = _nested(_read(source, kind, layout, allow_pickle), under, source)
     options = SaveOptions(warm=False, lineage={"imported_from": Path(source).name, "format": kind})
-    with Checkpointer(pool, prefix, rng=False, allow_pickle=allow_pickle, save=options) as ckpt:
+    with Checkpointer(
+        pool, prefix, rng=False, group=ALONE, allow_pickle=allow_pickle, save=options
+    ) as ckpt:
         tensors, nbytes = _saved(ckpt, step, state, overwrite, progress)
     path, seconds = os.fspath(source), time.perf_counter() - began
     return ImportReport(

@@ -38,12 +38,12 @@ _CLASSES = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 _CALLS: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
-    ("torch", "Size"): lambda given: tuple(given[0]),
+    ("torch", "Size"): lambda given: _as(tuple, given[0]),  # no copy: a memoised one costs nothing
     ("torch.serialization", "_get_layout"): lambda given: given[0],
     (_PLACE, "_MEM_FORMAT_ENCODING"): lambda given: given[0],
     ("collections", "OrderedDict"): lambda given: {},
     **{
-        (module, name): lambda given: "/".join(given)
+        (module, name): lambda given: None  # the place of the save, which nothing here reads
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
@@ -76,7 +76,9 @@ class _Record:
         """What the pickle gives an object of the class as its state."""
         if self.kind == "TensorProperties":  # the one with a __getstate__ of its own
             state = {"dtype": _as(tuple, state)[0]}
-        self.fields.update(_as(dict, state))
+        if self.fields:
+            raise ValueError(f"a {self.kind} is given its state twice")
+        self.fields = _as(dict, state)  # no copy: many records may be given one dict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +120,7 @@ def read_metadata_pickle(data: bytes, where: str) -> DcpEntries:
         root = _Machine().run(data)
         if not isinstance(root, _Record) or root.kind != "Metadata":
             raise ValueError("it is no Metadata of torch.distributed.checkpoint")
-        return _entries(root)
+        return _entries(root, len(data))
 
 
 class _Machine:
@@ -239,7 +241,8 @@ def _made(kind: _Name, given: tuple[Any, ...], *, plain: bool) -> Any:
 # --- from records to entries ---------------------------------------------------------------------
 
 
-def _entries(root: _Record) -> DcpEntries:
+def _entries(root: _Record, most_parts: int) -> DcpEntries:
+    """`most_parts`: of all tensors. One list of parts may be that of many tensors."""
     stored = _storage(_as(dict, root.fields["storage_data"]))
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, StoredBytes] = {}
@@ -249,6 +252,9 @@ def _entries(root: _Record) -> DcpEntries:
         if kind == "BytesStorageMetadata":
             values[_as(str, name)] = stored[name, None]
         elif kind == "TensorStorageMetadata":
+            most_parts -= len(_as(list, entry.fields["chunks"]))
+            if most_parts < 0:
+                raise ValueError("it describes more parts of tensors than it has bytes")
             tensors[_as(str, name)] = _tensor(name, entry, stored)
         else:
             raise ValueError(f"{name[:80]!r} is a {kind}")

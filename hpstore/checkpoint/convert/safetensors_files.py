@@ -38,6 +38,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    **({"F8_E8M0": torch.float8_e8m0fnu} if hasattr(torch, "float8_e8m0fnu") else {}),  # torch 2.7
 }
 NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -229,7 +230,7 @@ def _checked(name: str, entry: Mapping[str, Any]) -> StoredTensor:
     low, high = (int(n) for n in entry["data_offsets"])
     shape = [int(n) for n in entry["shape"]]
     if entry["dtype"] not in DTYPES:
-        raise ValueError(f"{name!r} is of dtype {entry['dtype']!r}, which torch has not")
+        raise ValueError(f"{name!r} is of dtype {entry['dtype']!r}, of which hpstore knows nothing")
     dtype = DTYPES[entry["dtype"]]
     if min(shape, default=0) < 0 or not 0 <= low <= high:
         raise ValueError(f"{name!r} has a negative shape or range")

@@ -12,11 +12,13 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from hpstore.checkpoint.state.plain_tensors import is_plain_tensor
 from hpstore.errors import CheckpointError, HpstoreError, MalformedFile
 from hpstore.format.untrusted_bytes import MALFORMED, brief, most_inflated
 from hpstore.units import MIB
@@ -108,27 +110,35 @@ def _fill(out: BinaryIO, record: _Record, tensor: torch.Tensor) -> None:
 
 
 def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
-    """What torch.save wrote, mapped where the file allows it.
+    """What torch.save wrote, mapped where the file allows it: one that was compressed since is
+    read into memory.
 
-    Raises CheckpointError for what is no such file, and for what only pickle can read unless
-    `allow_pickle`: unpickling runs code that the file's writer chose.
+    Raises CheckpointError for what is no such file, and, unless `allow_pickle`, for what only
+    pickle can read (unpickling runs code that the file's writer chose) and for tensors that repeat
+    a few bytes without end.
     """
     try:
-        mapped = zipfile.is_zipfile(path)
-    except zipfile.BadZipFile as error:
-        raise MalformedFile(f"{path} is not a torch.save file: {error}") from error
-    if mapped and not allow_pickle:
+        zipped = zipfile.is_zipfile(path)
+        mapped = zipped and not packed_members(path)
+    except (zipfile.BadZipFile, *MALFORMED) as error:
+        raise MalformedFile(f"{path} is not a torch.save file: {brief(error)}") from error
+    if zipped and not allow_pickle:
         with open(path, "rb") as file:
             require_bounded(file, str(path))
     try:
-        if mapped or allow_pickle:
-            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not allow_pickle)
-        return _read_old_file(path)
-    except MemoryError:
+        if allow_pickle:
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=False)
+        if zipped:
+            found = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+        else:
+            found = _read_old_file(path)
+        require_bounded_tensors(found, path.stat().st_size, str(path))
+        return found
+    except (MemoryError, HpstoreError):
         raise
     except Exception as error:
         first = str(error).strip().split("\n")[0]
-        if "Weights only load failed" in first and mapped:
+        if "Weights only load failed" in first and zipped:
             raise MalformedFile(
                 f"{path} holds objects that only pickle can read, which runs code that its writer "
                 "chose. Nothing was imported. If you trust the file: --allow-pickle "
@@ -155,6 +165,31 @@ def require_bounded(file: BinaryIO, where: str) -> None:
     if total > most:
         raise MalformedFile(f"{where} would take {total} bytes of memory; at most {most} are read")
     file.seek(0)
+
+
+def require_bounded_tensors(state: Any, stored_bytes: int, where: str) -> None:
+    """Raise MalformedFile for tensors that repeat a few bytes without end: a copy of one such as
+    torch.ones(1).expand(1 << 40) takes all memory."""
+    total = sum(_tensor_bytes(found) for found in tensors_in(state))
+    most = most_inflated(stored_bytes)
+    if total > most:
+        raise MalformedFile(
+            f"{where} has {stored_bytes} bytes and tensors of {total}: at most {most} are read"
+        )
+
+
+def _tensor_bytes(found: torch.Tensor) -> int:
+    """Bytes of a copy; 0 for sparse, nested and quantised ones, of which no copy is made."""
+    if not is_plain_tensor(found):
+        return 0
+    return prod(found.shape) * found.element_size()
+
+
+def packed_members(file: BinaryIO | Path) -> list[str]:
+    """Names of the members of a ZIP that are compressed. torch writes none, and maps the file as
+    if there were none."""
+    with zipfile.ZipFile(file) as archive:
+        return [member.filename for member in archive.infolist() if member.compress_type]
 
 
 def _read_old_file(path: Path) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from contextlib import AbstractContextManager
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -13,10 +11,16 @@ from typing import Any, BinaryIO
 import torch
 
 from hpstore.checkpoint.convert.dcp_sources import SCHEME
-from hpstore.checkpoint.convert.torch_files import read_torch_file, require_bounded, tensors_in
+from hpstore.checkpoint.convert.torch_files import (
+    packed_members,
+    read_torch_file,
+    require_bounded,
+    require_bounded_tensors,
+    tensors_in,
+)
 from hpstore.checkpoint.restore.fresh_memory import fresh
 from hpstore.errors import CheckpointError, HpstoreError, MalformedFile
-from hpstore.format.untrusted_bytes import brief, most_inflated
+from hpstore.format.untrusted_bytes import brief
 from hpstore.interop.filesystem import PoolFileSystem
 
 # Any: values of a training state
@@ -40,9 +44,7 @@ class TorchSource(AbstractContextManager["TorchSource"]):
                 self._file.close()
                 raise
         else:
-            size = os.stat(self._where).st_size
             self.state = read_torch_file(Path(self._where), allow_pickle=False)
-            self._require_bounded(size)
 
     def __exit__(
         self,
@@ -72,9 +74,7 @@ class TorchSource(AbstractContextManager["TorchSource"]):
     def _lazily(self, file: BinaryIO) -> Any:
         """The state with tensors on the meta device, which know where their bytes are."""
         require_bounded(file, self._where)
-        with zipfile.ZipFile(file) as archive:
-            packed = [m.filename for m in archive.infolist() if m.compress_type]
-        if packed:
+        if packed := packed_members(file):
             raise MalformedFile(
                 f"{self._where}: {packed[0]!r} is compressed, which torch writes nothing"
             )
@@ -91,7 +91,7 @@ class TorchSource(AbstractContextManager["TorchSource"]):
             ) from error
         for found in tensors_in(self.state):
             self._require_inside(found, size)
-        self._require_bounded(size)
+        require_bounded_tensors(self.state, size, self._where)
         return self.state
 
     def _require_inside(self, found: torch.Tensor, size: int) -> None:
@@ -105,15 +105,6 @@ class TorchSource(AbstractContextManager["TorchSource"]):
         end = (int(found.storage_offset()) + _spanned(found)) * found.element_size()
         if found.numel() and (_offset(found) + storage > size or end > storage):
             raise MalformedFile(f"{self._where} says that a tensor lies behind its end")
-
-    def _require_bounded(self, size: int) -> None:
-        """Raise for tensors that repeat a few bytes without end."""
-        total = sum(prod(t.shape) * t.element_size() for t in tensors_in(self.state))
-        if total > most_inflated(size):
-            raise MalformedFile(
-                f"{self._where} has {size} bytes and tensors of {total}: at most "
-                f"{most_inflated(size)} are written"
-            )
 
 
 def _spanned(found: torch.Tensor) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from hpstore.checkpoint.format.segment_plan import SMALL_ALIGNMENT, SMALL_ITEM_BYTES
-from hpstore.checkpoint.state.plain_tensors import require_plain
+from hpstore.checkpoint.state.plain_tensors import require_savable
 from hpstore.errors import CheckpointError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.runtime.buffers import aligned_array
@@ -151,12 +151,13 @@ class Stager(AsyncStager):
         Raises
         ------
         CheckpointError
-            A value is a tensor that cannot be copied as it is, such as a sparse one.
+            A value is a tensor that cannot be copied as it is: a sparse one, one that is made of
+            several tensors.
         """
         sizes: list[torch.Tensor] = []
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
-            require_plain(tensor, "a value of the state")
+            require_savable(tensor, "a value of the state")
             sizes.append(tensor)
             return tensor
 

@@ -42,7 +42,7 @@ from hpstore.checkpoint.format.pack import Segment, digests_of
 from hpstore.checkpoint.format.segment_plan import Chunk, place
 from hpstore.checkpoint.save.arena import Arena
 from hpstore.checkpoint.save.host_copy import Copier
-from hpstore.checkpoint.state.plain_tensors import require_plain
+from hpstore.checkpoint.state.plain_tensors import require_savable
 from hpstore.codec.galois import Bytes
 from hpstore.errors import (
     CheckpointError,
@@ -404,7 +404,7 @@ def _chunk(item: WriteItem, planner: SavePlanner) -> Chunk:
     if not isinstance(tensor, torch.Tensor) or item.tensor_data is None:
         raise CheckpointError(f"the planner gave no tensor for {item.index.fqn!r}")
     tensor = tensor.detach()
-    require_plain(tensor, repr(item.index.fqn))
+    require_savable(tensor, repr(item.index.fqn))
     sizes = tuple(item.tensor_data.chunk.sizes)
     if tuple(tensor.shape) != sizes:
         raise CheckpointError(

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from hpstore.checkpoint.catalog.removed_steps import reading_step
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.diff.difference_norms import DifferenceNorms, PairReader, TensorPair
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import Item, by_name
@@ -14,7 +16,6 @@ from hpstore.checkpoint.restore.saved_step import SavedStep
 from hpstore.checkpoint.restore.tensor_stream import ByteProgress, counting, tensor_bytes
 from hpstore.checkpoint.state.tree_paths import Leaf, leaves
 from hpstore.errors import CheckpointError
-from hpstore.pool.pool import Pool
 
 
 class Change(StrEnum):
@@ -152,7 +153,7 @@ def same_by_hash(before: Sequence[Item], after: Sequence[Item]) -> bool | None:
 
 
 def diff_steps(
-    pool: Pool,
+    catalog: StepCatalog,
     before: Manifest,
     after: Manifest,
     *,
@@ -163,7 +164,8 @@ def diff_steps(
     """Compare two steps, or their parts at `keys`. At most some 250 MiB are in memory.
 
     Bytes are read where hashes do not suffice, and with `norms` of all tensors that differ. Raises
-    CheckpointError for keys that neither has, and what reading raises.
+    CheckpointError for keys that neither has and for a step that is removed meanwhile, and what
+    reading raises.
     """
     old, new = _Side.of(before, keys), _Side.of(after, keys)
     if keys is not None and not old.leaves and not new.leaves:
@@ -188,10 +190,11 @@ def diff_steps(
         if moved is not None:
             moved(count)
 
-    steps = SavedStep(pool, before), SavedStep(pool, after)
-    for pair, distance in PairReader(pool, *steps, seen).compare(pairs, norms=norms):
-        change = found.get(pair.path) or _change(old, new, pair.path, Change.CHANGED)
-        found[pair.path] = replace(change, norms=distance)
+    steps = SavedStep(catalog, before), SavedStep(catalog, after)
+    with reading_step(catalog, before), reading_step(catalog, after):
+        for pair, distance in PairReader(catalog.pool, *steps, seen).compare(pairs, norms=norms):
+            change = found.get(pair.path) or _change(old, new, pair.path, Change.CHANGED)
+            found[pair.path] = replace(change, norms=distance)
     return StepDiff(
         before=before.step,
         after=after.step,

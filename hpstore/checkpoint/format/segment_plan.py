@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from hpstore.checkpoint.format.items import Box, Item, whole
+from hpstore.checkpoint.state.plain_tensors import require_savable
 from hpstore.errors import CheckpointError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.units import KIB, MIB, round_up
@@ -39,7 +40,11 @@ class Chunk:
 
 
 def chunks_of(name: str, tensor: torch.Tensor) -> list[Chunk]:
-    """The boxes of a tensor that are on this rank: all of a plain one, the shard of a DTensor."""
+    """The boxes of a tensor that are on this rank: all of a plain one, the shard of a DTensor.
+
+    Raises CheckpointError for a shard that is no plain tensor in memory: several that wrap others
+    have one address, 0, and one of them would be saved for all.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     shape = tuple(tensor.shape)
     if not hasattr(tensor, "__create_chunk_list__"):
@@ -65,6 +70,8 @@ def chunks_of(name: str, tensor: torch.Tensor) -> list[Chunk]:
                 "(pytorch#144109): redistribute it, or wrap the local tensor in per_rank(). What "
                 "was committed before is untouched."
             )
+        if not shard.is_meta:  # such a one is a place that a restore has made
+            require_savable(shard, f"the shard of {name!r}")
         if box.count or not tensor.numel():
             found.append(Chunk(name=name, dtype=dtype, shape=shape, box=box, tensor=shard.detach()))
     return found
@@ -169,7 +176,7 @@ def _slice(chunks: list[Chunk]) -> Slice:
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        offset = places.get(same) if length else at
+        offset = (places.get(same) if tensor.data_ptr() else None) if length else at
         if offset is None:
             offset = round_up(
                 at, ALIGNMENT_BYTES if length >= SMALL_ITEM_BYTES else SMALL_ALIGNMENT

@@ -90,6 +90,7 @@ def restore_state(
     filling = Filler(pool, plan, cast=bool(how.load.cast))
     decoding = Decoding(
         tensor=filling.tensor,
+        array=filling.array,
         rank=how.rank,
         allow_pickle=how.allow_pickle,
         classes=Classes(lambda: classes_in(state), strict=how.strict),

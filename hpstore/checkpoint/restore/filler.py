@@ -29,6 +29,7 @@ class Filler:
         self.wanted: dict[str, list[Chunk]] = {}
         self.cast: set[str] = set()
         self._given: dict[str, torch.Tensor] = {}
+        self._arrays: set[str] = set()  # of these
         self._casts = cast
         self._moments = self._moment_dtypes() if cast else {}
 
@@ -49,6 +50,22 @@ class Filler:
                 self.wanted[name] = chunks_of(name, self._given[name])
         return self._given[name]
 
+    def array(self, name: str) -> torch.Tensor:
+        """As tensor(), of what was a numpy array: on the host. Raises CheckpointMismatch where the
+        state has a tensor that is no such array."""
+        self._arrays.add(name)
+        found = self.tensor(name)
+        if found is self.filled.places.get(name):
+            try:
+                found.numpy()
+            except (RuntimeError, TypeError) as error:
+                raise CheckpointMismatch(
+                    f"{name!r}: a numpy array was saved, a {dtype_name(found.dtype)} tensor on "
+                    f"{found.device} is wanted. Nothing was changed. Give an array, such as "
+                    f"np.empty({list(found.shape)})"
+                ) from error
+        return found
+
     def put_transformed(self) -> None:
         """Copy what was transformed to where it belongs, each rank its part."""
         for name in sorted(self._ready.keys() & self._given.keys()):
@@ -65,7 +82,7 @@ class Filler:
         for name, place in sorted(self._given.items()):
             for chunk in self.wanted[name] if name in self.wanted else chunks_of(name, place):
                 at = chunk.tensor
-                if not at.numel():
+                if not at.numel() or not at.data_ptr():  # 0: of tensors that wrap others
                     continue
                 other = first.setdefault((at.device, at.data_ptr(), at.shape, at.stride()), name)
                 if other != name:
@@ -114,6 +131,8 @@ class Filler:
 
     def _like(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor for what has no place yet: a moment lies, and is sharded, as its parameter."""
+        if name in self._arrays:
+            return fresh(shape, dtype, None)
         moments = self._moments_at(name)
         if shape and moments is not None and moments[0] == dtype:
             self.cast.add(name)

@@ -51,9 +51,10 @@ class MemoryTarget:
         self._target, self._digest = target, digest
 
     def take(self, at: int, data: Bytes) -> None:
-        if self._digest is not None:  # first: the copy then finds it in the processor's cache
-            self._digest.take(at, data, len(self._target))
-        self._target[at : at + len(data)] = data
+        copied = self._target[at : at + len(data)]
+        copied[:] = data
+        if self._digest is not None:  # of the copy: a save may write `data` again meanwhile
+            self._digest.take(at, copied, len(self._target))
 
 
 class GatherTarget:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hpstore.checkpoint.catalog.removed_steps import reading_step
+from hpstore.checkpoint.catalog.step_catalog import StepCatalog
 from hpstore.checkpoint.format.backed_bytes import LARGE_BYTES, Backed
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import Item, by_name, whole
@@ -20,9 +22,8 @@ from hpstore.checkpoint.restore.read_items import Warm, fill_chunks
 from hpstore.checkpoint.restore.transformed_tensors import transformed
 from hpstore.checkpoint.restore.whole_tensors import load_tensors
 from hpstore.checkpoint.state.scalars import dtype_named
-from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
+from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, tensor_names
 from hpstore.errors import CheckpointError
-from hpstore.pool.pool import Pool
 from hpstore.runtime.collector_pause import collector_paused
 
 
@@ -40,8 +41,10 @@ def names_under(names: Collection[str], keys: Collection[str] | None, step: int)
 class SavedTensor:
     """One tensor of a committed step, read when it is indexed. Thread-safe."""
 
-    def __init__(self, pool: Pool, manifest: Manifest, name: str, items: Sequence[Item]) -> None:
-        self._pool, self._manifest, self._items = pool, manifest, items
+    def __init__(
+        self, catalog: StepCatalog, manifest: Manifest, name: str, items: Sequence[Item]
+    ) -> None:
+        self._catalog, self._manifest, self._items = catalog, manifest, items
         self.name, self.shape = name, torch.Size(items[0].shape)
         self.dtype = dtype_named(items[0].dtype)
 
@@ -52,7 +55,8 @@ class SavedTensor:
         """
         cut, rest = _box_of(index, self.shape)
         if prod(n for _, n in cut) * self.dtype.itemsize >= LARGE_BYTES:
-            Backed(self._pool, self._manifest.segments).require(self.name, self._items)
+            backed = Backed(self._catalog.pool, self._manifest.segments)
+            backed.require(self.name, self._items)
         tensor = fresh([n for _, n in cut], self.dtype, None)
         chunk = Chunk(
             name=self.name,
@@ -61,7 +65,8 @@ class SavedTensor:
             box=whole([n for _, n in cut]).moved([at for at, _ in cut]),
             tensor=tensor,
         )
-        fill_chunks(self._pool, self._manifest.segments, self._items, [chunk])
+        with reading_step(self._catalog, self._manifest):
+            fill_chunks(self._catalog.pool, self._manifest.segments, self._items, [chunk])
         return tensor[tuple(rest)]
 
     def tensor(self) -> torch.Tensor:
@@ -111,14 +116,14 @@ class SavedStep(Mapping[str, SavedTensor]):
 
     def __init__(
         self,
-        pool: Pool,
+        catalog: StepCatalog,
         manifest: Manifest,
         *,
         rank: int = 0,
         allow_pickle: bool = False,
         warm: Warm | None = None,
     ) -> None:
-        self._pool, self.manifest = pool, manifest
+        self._catalog, self.manifest = catalog, manifest
         self._items = by_name(manifest.items)
         self._rank, self._allow_pickle, self._warm = rank, allow_pickle, warm
 
@@ -127,7 +132,7 @@ class SavedStep(Mapping[str, SavedTensor]):
         if items is None:
             near = difflib.get_close_matches(str(name), self._items, 3, 0.0)
             raise KeyError(f"step {self.manifest.step} holds no {name!r}; it has {near} and others")
-        return SavedTensor(self._pool, self.manifest, name, items)
+        return SavedTensor(self._catalog, self.manifest, name, items)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
@@ -162,7 +167,7 @@ class SavedStep(Mapping[str, SavedTensor]):
         Raises
         ------
         CheckpointError, ConfigError
-            The step holds nothing under one of `keys`; `load` cannot be done.
+            The step holds nothing under one of `keys`; `load` cannot be done; the step was removed.
         IntegrityError, RedundancyError
             Bytes cannot be read.
         """
@@ -171,11 +176,12 @@ class SavedStep(Mapping[str, SavedTensor]):
         names = names_under(by_name(manifest.items), keys, manifest.step)
         device = torch.device(map_location) if map_location is not None else None
         cast = options.cast if isinstance(options.cast, torch.dtype) else None
-        if options.transform is None:
-            return load_tensors(self._pool, manifest, names, device, self._warm, cast=cast)
-        changed = transformed(self._pool, manifest, names, options.transform, self._warm)
-        others = [name for name in names if name not in changed]
-        found = load_tensors(self._pool, manifest, others, device, self._warm, cast=cast)
+        pool, changed = self._catalog.pool, dict[str, torch.Tensor]()
+        with reading_step(self._catalog, self.manifest):
+            if options.transform is not None:
+                changed = transformed(pool, manifest, names, options.transform, self._warm)
+            others = [name for name in names if name not in changed]
+            found = load_tensors(pool, manifest, others, device, self._warm, cast=cast)
         for name, tensor in changed.items():
             found[name] = tensor.to(device, cast if tensor.is_floating_point() else None)
         return {name: found[name] for name in names}
@@ -187,7 +193,7 @@ class SavedStep(Mapping[str, SavedTensor]):
         Parameters
         ----------
         map_location
-            The device that the tensors are made on. Default: the host.
+            The device that the tensors are made on. Default: the host, as for numpy arrays always.
 
         Returns
         -------
@@ -197,12 +203,21 @@ class SavedStep(Mapping[str, SavedTensor]):
         Raises
         ------
         CheckpointError
-            The step holds pickled objects, and `allow_pickle` is False.
+            The step holds pickled objects, and `allow_pickle` is False; the step was removed.
         IntegrityError, RedundancyError
             Bytes cannot be read.
         """
         device = torch.device(map_location) if map_location is not None else None
-        tensors = load_tensors(self._pool, self.manifest, list(self._items), device, self._warm)
+        arrays = frozenset(tensor_names(self.manifest.tree, kinds=("ndarray",)))
+        with reading_step(self._catalog, self.manifest):
+            tensors = load_tensors(
+                self._catalog.pool,
+                self.manifest,
+                list(self._items),
+                device,
+                self._warm,
+                on_host=arrays,
+            )
         how = Decoding(tensor=tensors.__getitem__, rank=self._rank, allow_pickle=self._allow_pickle)
         tree: dict[str, Any] = decode_tree(self.manifest.tree, how)
         return tree

@@ -24,9 +24,10 @@ def load_tensors(
     warm: Warm | None = None,
     *,
     cast: torch.dtype | None = None,
+    on_host: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
     """Whole tensors by name, in fresh memory that the caller owns. `cast`: the dtype of those that
-    float."""
+    float. `on_host`: names that do not lie on the device."""
     stored = by_name(manifest.items)
     found, wanted = {}, []
     backed = Backed(pool, manifest.segments)
@@ -36,7 +37,7 @@ def load_tensors(
         dtype = dtype_named(item.dtype)
         if cast is not None and dtype.is_floating_point:
             dtype = cast
-        tensor = fresh(item.shape, dtype, device)
+        tensor = fresh(item.shape, dtype, None if name in on_host else device)
         found[name] = tensor
         wanted += chunks_of(name, tensor)
     fill_chunks(pool, manifest.segments, manifest.items, wanted, warm)

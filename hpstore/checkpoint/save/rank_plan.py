@@ -90,7 +90,7 @@ class Planner:
         """Plan a save. Collective. Raises CheckpointError on all ranks when it fails on one, which
         includes what this rank's `require(step)` raises."""
         error: Exception | None = None
-        tree, chunks = None, list[Chunk]()
+        tree, chunks, values, means = None, list[Chunk](), dict[str, str](), dict[str, str]()
         found = CollectedTensors(rank=self._ranks.rank, allow_pickle=self._allow_pickle)
         try:
             if require is not None:
@@ -107,12 +107,13 @@ class Planner:
                     )
             for name, tensor in found.tensors.items():
                 chunks += chunks_of(name, tensor)
+            if self._ranks.world > 1:
+                values = sampled_digests(_of_no_model(state, found.tensors))
+                means = meanings(state)
         except Exception as failed:  # noqa: BLE001 (told to the other ranks, then raised)
             error = failed
         differing: tuple[str, ...] = ()
         if self._ranks.world > 1:
-            values = {} if error else sampled_digests(_of_no_model(state, found.tensors))
-            means = {} if error else meanings(state)
             differing = self._agree(step, chunks, values, means, error)
             chunks = [chunks[n] for n in self._mine]
         elif error is not None:

@@ -75,19 +75,17 @@ class Saver:
     ) -> None:
         self.options = options
         self._catalog, self._ranks, self._alone = catalog, ranks, alone
-        self._preemption: Preemption | None = None
+        self._preemption: Preemption | None = None  # this and the next: see get_ready()
+        self._draining: Draining | None = None
         require_alike(ranks, "on_sigterm", options.on_sigterm, "some would stop without the others")
-        if options.on_sigterm == "save":
-            self.expect_preemption()
         accelerator = options.accelerator
         if accelerator is None and torch.cuda.is_available():
             accelerator = CudaStaging()
         self._stage = SaveStage(options.staging, accelerator, shared=options.background != "thread")
-        self._writing = Writing.of(catalog, ranks, self._stage.arena, options.background)
+        self._writing = Writing(catalog=catalog, ranks=ranks)
         self._planner = Planner(ranks, options.memory_bytes, rng=rng, allow_pickle=allow_pickle)
         self.session, self._fenced = secrets.token_hex(8), False
-        self._earlier = Earlier()
-        self._told_of_later = False
+        self._earlier, self._told_of_later = Earlier(), False
         self.underway = self._saved_at = None
         self.counters = dict.fromkeys(SAVE_COUNTERS, 0)
         self._failures = SaveFailures(ranks, options, self.counters)
@@ -95,23 +93,28 @@ class Saver:
         after = (catalog, retention, self.session, self.counters)
         self._after = AfterCommits(*after, expire=self._expire, tiers=self.tiers)
         pool, catalog.left.patience_seconds = catalog.pool, options.drain_seconds
-        self._draining = Draining(self, options.drain_seconds) if not pool.read_only else None
         self._space = SpaceMaker(pool, catalog, retention.keep_last or 0, options.pace)
         self._prewrites = options.prewrite and retention.keep_last is not None
 
     def get_ready(self, example: State | None) -> None:
-        """What the first save need not wait for: memory, what others left, files. Collective."""
+        """Take signals, start the writer, and see to what the first save need not wait for: memory,
+        what others left, files. Collective. After an error, release() gives all back."""
+        options, catalog, arena = self.options, self._catalog, self._stage.arena
+        if options.on_sigterm == "save":
+            self.expect_preemption()
+        self._writing = Writing.of(catalog, self._ranks, arena, options.background)
+        self._draining = None if catalog.pool.read_only else Draining(self, options.drain_seconds)
         sizes: list[int] = []
         if example is not None:
             prepared = self._planner.prepare(0, example)
-            self._stage.arena.reserve(prepared.largest_bytes)
+            arena.reserve(prepared.largest_bytes)
             sizes = sizes_of_all(self._ranks, prepared)
-        if not self._catalog.pool.read_only and self._ranks.leads:
+        if not catalog.pool.read_only and self._ranks.leads:
             self.tiers.catch_up()  # first: it goes by rollbacks that may expire
             self._expire()
-            self._catalog.collect_garbage()
+            catalog.collect_garbage()
             if self._prewrites:
-                self._space.start([] if self.options.compression else sizes)
+                self._space.start([] if options.compression else sizes)
 
     def save(
         self,
@@ -124,10 +127,8 @@ class Saver:
     ) -> SaveHandle:
         """Checkpointer.save(). One call at a time."""
         if self._catalog.pool.read_only:
-            prefix = self._catalog.prefix
-            raise CheckpointError(
-                f"the pool of {prefix!r} was opened read-only: nothing can be saved into it"
-            )
+            where = f"the pool of {self._catalog.prefix!r}"
+            raise CheckpointError(f"{where} was opened read-only: nothing can be saved into it")
         began = time.perf_counter()
         if not self._may_begin():
             self.counters["saves_skipped_total"] += 1

@@ -94,40 +94,51 @@ def has_chunks(value: torch.Tensor) -> bool:
     return hasattr(value, "__create_chunk_list__")
 
 
-def require_kind(value: torch.Tensor, path: str) -> None:
-    """Raise CheckpointError for a tensor of a type of its own that cannot be saved."""
+def require_savable(value: torch.Tensor, where: str) -> None:
+    """Raise CheckpointError for a tensor that cannot be saved. Of one in parts (has_chunks), each
+    part is for a call of its own."""
+    if type(value) in PLAIN_TYPES:
+        _require_values(value, where)
+        return
     if is_lazy(value):
         raise CheckpointError(
-            f"state {path!r} is a parameter without a shape yet, of a lazy module: nothing was "
-            "written. Run the module once, or save what has run alone"
+            f"{where} is a parameter without a shape yet, of a lazy module: nothing was written. "
+            "Run the module once, or save what has run alone"
         )
-    require_plain(value, f"state {path!r}")
+    require_plain(value, where)
     if value.is_meta or isinstance(value, FakeTensor):
-        raise _without_values(value, path)
-    if is_traceable_wrapper_subclass(value) and not has_chunks(value):
+        raise _without_values(value, where)
+    if has_chunks(value):
+        return
+    if is_traceable_wrapper_subclass(value):
         raise CheckpointError(
-            f"state {path!r} is a {type(value).__qualname__}, made of several tensors: it would "
-            "not be saved as it is. Save these, or what it stands for, instead."
+            f"{where} is a {type(value).__qualname__}, made of several tensors: it would not be "
+            "saved as it is. Save these, or what it stands for, instead."
         )
+    _require_memory(value, where)
 
 
-def _require_values(value: torch.Tensor, path: str) -> None:
-    """Raise CheckpointError for a tensor of PLAIN_TYPES that cannot be saved."""
-    require_plain(value, f"state {path!r}")
+def _require_values(value: torch.Tensor, where: str) -> None:
+    """As require_savable, for a tensor of PLAIN_TYPES."""
+    require_plain(value, where)
     if value.is_meta:
-        raise _without_values(value, path)
+        raise _without_values(value, where)
+    _require_memory(value, where)
+
+
+def _require_memory(value: torch.Tensor, where: str) -> None:
     if is_freed(value):
         raise CheckpointError(
-            f"state {path!r} is a tensor whose storage was freed, or that has none: it holds no "
-            "values now. Nothing was written. Save when whatever shards it has gathered it, or "
-            "save its shards"
+            f"{where} is a tensor whose storage was freed, or that has none: it holds no values "
+            "now. Nothing was written. Save when whatever shards it has gathered it, or save its "
+            "shards"
         )
 
 
-def _without_values(value: torch.Tensor, path: str) -> CheckpointError:
+def _without_values(value: torch.Tensor, where: str) -> CheckpointError:
     kind = "meta" if value.is_meta else "fake"
     return CheckpointError(
-        f"state {path!r} is a {kind} tensor: it holds no values to save. Nothing was written"
+        f"{where} is a {kind} tensor: it holds no values to save. Nothing was written"
     )
 
 
@@ -147,7 +158,7 @@ class TensorColumns:
 
 def columns_of(tensors: Mapping[str, torch.Tensor]) -> TensorColumns:
     """Columns of a state's tensors. Raises CheckpointError for one of PLAIN_TYPES, by its path,
-    that cannot be saved; require_kind() is for the others."""
+    that cannot be saved; require_savable() is for the others."""
     values = list(tensors.values())
     kinds = list(map(type, values))
     try:
@@ -174,7 +185,7 @@ def columns_of(tensors: Mapping[str, torch.Tensor]) -> TensorColumns:
 def _require_all(tensors: Mapping[str, torch.Tensor]) -> None:
     for path, value in tensors.items():
         if type(value) in PLAIN_TYPES:
-            _require_values(value, path)
+            _require_values(value, f"state {path!r}")
 
 
 def _address(value: torch.Tensor) -> int:

@@ -172,7 +172,10 @@ def decode_scalar(kind: str, node: Mapping[str, Any], classes: Classes) -> Any:
         dtype = _plain_dtype(node["dtype"])
         if dtype.kind not in _FIXED:
             raise ValueError(f"no scalar has the numpy type {dtype}")
-        found = np.frombuffer(bytes.fromhex(value), dtype)
+        raw = bytes.fromhex(value)
+        if not dtype.itemsize and not any(raw):  # "<U0", of which numpy writes the end
+            return dtype.type()
+        found = np.frombuffer(raw, dtype)
         require_characters(found)
         return found[0]
     if kind in ("datetime", "time"):

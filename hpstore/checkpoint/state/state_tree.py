@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -23,7 +23,8 @@ from hpstore.checkpoint.state.plain_tensors import (
     PLAIN_TYPES,
     TensorColumns,
     columns_of,
-    require_kind,
+    has_chunks,
+    require_savable,
 )
 from hpstore.checkpoint.state.plain_values import (
     JSON_TYPES,
@@ -239,7 +240,9 @@ def _has_plain_keys(value: Mapping[Any, Any]) -> bool:
 
 def _encode_tensor(value: torch.Tensor, path: str, found: CollectedTensors) -> Json:
     if type(value) not in PLAIN_TYPES:
-        require_kind(value, path)
+        require_savable(value, f"state {path!r}")
+        if not has_chunks(value) and not isinstance(value, torch.nn.Buffer):
+            warn_of_class(type(value), path)
     return {TAG: "tensor", "item": found.add(value, path)}
 
 
@@ -253,6 +256,8 @@ def _array_item(value: np.ndarray[Any, Any], path: str, found: CollectedTensors)
             f"state {path!r} is a numpy array of {value.dtype}: save each field by itself. Nothing "
             "was written."
         )
+    if type(value) not in (np.ndarray, np.memmap):  # of a map no more is kept than its values
+        warn_of_class(type(value), path)
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
     if not value.flags.writeable:  # torch would warn of it: a view of a tensor could be written
@@ -314,9 +319,11 @@ def _refused(value: Tree, path: str, found: CollectedTensors) -> Json:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoding:
-    """How a tree is turned back into values: `tensor(name)` gives items."""
+    """How a tree is turned back into values: `tensor(name)` gives items, `array(name)` those that
+    were numpy arrays, on the host. Default: tensor."""
 
     tensor: Callable[[str], torch.Tensor]
+    array: Callable[[str], torch.Tensor] | None = None
     rank: int = 0
     allow_pickle: bool = False
     classes: Classes = field(default_factory=Classes)
@@ -345,7 +352,7 @@ def _decode(node: Json, how: Decoding) -> Tree:
     if kind == "tensor":
         return how.tensor(node["item"])
     if kind == "ndarray":
-        return how.tensor(node["item"]).numpy()
+        return (how.array or how.tensor)(node["item"]).numpy()
     if kind == "dict":
         parts = {_decode(k, how): _decode(v, how) for k, v in node["v"]}
         return of_mapping(node, parts, how.classes) if "type" in node else parts
@@ -413,7 +420,9 @@ def _checked_parts(node: Mapping[str, Json]) -> Iterable[Json]:
     return inside
 
 
-def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
+def tensor_names(
+    node: Json, *, rank: int | None = None, kinds: Collection[str] = ("tensor", "ndarray")
+) -> list[str]:
     """Names of the items that a tree refers to; with `rank` only that rank's own and the common."""
     found: list[str] = []
     todo = [node]
@@ -423,7 +432,7 @@ def tensor_names(node: Json, *, rank: int | None = None) -> list[str]:
             todo += reversed(here)
         elif isinstance(here, dict):
             kind = here.get(TAG)
-            if kind in ("tensor", "ndarray"):
+            if kind in kinds:
                 found.append(here["item"])
             elif kind == "ranks":
                 todo += [c for name, c in here["v"].items() if rank is None or name == str(rank)]

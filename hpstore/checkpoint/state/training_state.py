@@ -6,10 +6,11 @@ state by parameter name. RNG states are collected and set here, too.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
-from collections import deque
-from collections.abc import Mapping
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
 # Any below: a training state holds whatever its owner puts there
 
 
+_log = logging.getLogger(__name__)
 _NOTHING = object()  # where a name is not there
 
 
@@ -259,6 +261,9 @@ def _apply_dict(
             target[name] = _apply_value(where, mine, value, names, strict=strict)
         elif grows(target):
             target[name] = value
+    if type(target) is OrderedDict is type(loaded) and target.keys() == loaded.keys():
+        for name in loaded:  # its order is a part of what it is equal to
+            target.move_to_end(name)
 
 
 def rng_state() -> dict[str, Any]:
@@ -272,11 +277,24 @@ def rng_state() -> dict[str, Any]:
     return found
 
 
+def _set_cuda_states(states: Sequence[torch.Tensor]) -> None:
+    """Of as many devices as are visible: to another one torch would set none, now or later."""
+    count = torch.cuda.device_count()
+    torch.cuda.set_rng_state_all(states[:count])
+    if len(states) > count:
+        _log.warning(
+            "the RNG states of %d GPUs were saved, and %d are visible: those of the others are "
+            "left out",
+            len(states),
+            count,
+        )
+
+
 def set_rng_state(states: Mapping[str, Any]) -> None:
     """Inverse of rng_state()."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states["cuda"])
+        _set_cuda_states(states["cuda"])
     if "numpy" in states and "numpy.random" in sys.modules:
         sys.modules["numpy.random"].set_state(states["numpy"])

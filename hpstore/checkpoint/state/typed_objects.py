@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpstore.checkpoint.state.scalars import Classes, StandIn, Unrestorable, class_name
@@ -110,19 +111,20 @@ def _warn_of_factory(path: str, factory: str) -> None:
 
 
 def warn_of_class(kind: type, path: str) -> None:
-    """Once for each class of mappings, tuples or texts that comes back as Python's own."""
+    """Once for each class of mappings, tuples, texts, arrays or tensors that comes back as that of
+    Python, numpy or torch."""
     if kind in _plain_again:
         return
     _plain_again.add(kind)
-    plain = next((p.__name__ for p in (str, tuple) if issubclass(kind, p)), "dict")
+    plain = next((p for p in (str, tuple, np.ndarray, torch.Tensor) if issubclass(kind, p)), dict)
     _log.warning(
         "%r is a %s.%s, which comes back as a plain %s%s: a checkpoint holds neither its class nor "
         "its attributes",
         path,
         kind.__module__,
         kind.__qualname__,
-        plain,
-        ", unless the state that is restored has one in its place" if plain == "dict" else "",
+        plain.__name__,
+        "" if plain in (str, tuple) else ", unless the state that is restored has one in its place",
     )
 
 

@@ -63,7 +63,7 @@ def meanings(state: Mapping[str, Any]) -> dict[str, str]:
     unnamed = [
         (path, optimizer)
         for path, optimizer in finder.optimizers.items()
-        if any(optimizer.state.values()) and not _of_one_model(optimizer, finder.models)
+        if _has_moments(optimizer) and not _of_one_model(optimizer, finder.models)
     ]
     called = finder.called() if unnamed else {}
     found = {}
@@ -71,6 +71,12 @@ def meanings(state: Mapping[str, Any]) -> dict[str, str]:
         said = [list(called.get(p, ("", ""))) for g in optimizer.param_groups for p in g["params"]]
         found[path] = digest128(repr(said).encode()).hex()
     return found
+
+
+def _has_moments(optimizer: Optimizer) -> bool:
+    """Whether it keeps anything: an optimizer without momentum has empty dicts, others keep
+    tensors beside those of their parameters."""
+    return any(not isinstance(kept, Mapping) or kept for kept in optimizer.state.values())
 
 
 def _of_one_model(optimizer: Optimizer, models: Sequence[tuple[str, torch.nn.Module]]) -> bool:

@@ -11,11 +11,12 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from hpstore.checkpoint.catalog.dead_saves import taken_for_dead
 from hpstore.checkpoint.catalog.fence_record import FenceRecord, read_fence
+from hpstore.checkpoint.catalog.removed_steps import reading_step
 from hpstore.checkpoint.catalog.run_index import put_manifest
 from hpstore.checkpoint.catalog.segment_safety import existing_version, is_there, require_safe
 from hpstore.checkpoint.catalog.step_catalog import StepCatalog
@@ -104,7 +105,8 @@ class _Copy:
         committed = False
         try:
             known = self._referable(earlier)
-            parts, tolerated = self._segments(manifest, nonce, known, rate, progress)
+            with reading_step(self._source, manifest):
+                parts, tolerated = self._segments(manifest, nonce, known, rate, progress)
             extra = {
                 **manifest.extra,
                 COPIED: [segment.key for segment in manifest.segments],
@@ -166,27 +168,28 @@ class _Copy:
     def _earlier(self) -> dict[str, Segment]:
         """What earlier copies hold, by the key that it has in the source."""
         found: dict[str, Segment] = {}
-        for step in self._target.all():
-            try:
-                facts = self._target.facts(step)
-            except (HpstoreError, OSError) as error:
-                _log.info("step %d of %s is not referred to: %s", step, self._target.prefix, error)
-                continue
+        for facts in self._readable():
             keys = facts.extra.get(COPIED)
             if isinstance(keys, list) and len(keys) == len(facts.segments):
                 pairs = zip(keys, facts.segments, strict=True)
                 found |= {str(key): segment for key, segment in pairs if segment.key}
         return found
 
+    def _readable(self) -> Iterator[Manifest]:
+        """What each step of the target records, as far as that can be read."""
+        for step in self._target.all():
+            try:
+                facts = self._target.facts(step)
+            except (HpstoreError, OSError) as error:
+                _log.info("step %d of %s is not referred to: %s", step, self._target.prefix, error)
+                continue
+            yield facts
+
     def _referable(self, earlier: Mapping[str, Segment]) -> dict[str, Segment]:
         """Those that a manifest names now, after the note was put (PROTOCOL 18)."""
         if not earlier:
             return {}
-        named = {
-            segment.key
-            for step in self._target.all()
-            for segment in self._target.facts(step).objects
-        }
+        named = {segment.key for facts in self._readable() for segment in facts.objects}
         return {
             key: segment
             for key, segment in earlier.items()
