@@ -138,6 +138,7 @@ class Looking(Protocol):
     keeper: PoolKeeper
     hosts: AbsentHosts
     orders_problem: str
+    memory_problem: str
     dry_run: bool
     ticks: int
     began_ms: int
@@ -204,7 +205,7 @@ def _hosts(agent: Looking, hosts: Sequence[HostStatus]) -> tuple[HostView, ...]:
 def _warnings(agent: Looking) -> tuple[str, ...]:
     """What is wrong now: also after a restart, and no longer than it lasts."""
     policy, record = agent.memory.policy, agent.pool.admin.record
-    found = [policy.alarm, agent.orders_problem]
+    found = [policy.alarm, agent.orders_problem, agent.memory_problem]
     for member in record.members:
         device, where = member.device_id, agent.url(member.device_id)
         if policy.health(device).pinned:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 
 from hpstore.agent.background_rate import SharedPace
 from hpstore.agent.rebuild_speeds import note_rebuild
@@ -109,6 +110,7 @@ class Effort:
     returned: Callable[[str], bool]  # whether a device that was away answers again
     spread: float  # of fullness, that a rebalance lets be
     own: Callable[[], frozenset[str] | None] = lambda: None
+    scrub_began_ms: Callable[[], int] = lambda: 0  # of the pass that is due or under way
     decides: Callable[[], bool] = lambda: True
     repairs: Callable[[], bool] = lambda: True
     confirm: Callable[[], None] = lambda: None
@@ -340,16 +342,24 @@ class Jobs:
                 self.note(f"{self._named(job)}: called off, the device is back")
             elif not self._effort.answers(job.device):
                 name = f"{DOMAIN}{job.domain}" if whole else job.device
+                leaving = [m.device_id for m in host] if whole else [job.device]
                 with self._effort.closing(member, whole):
-                    self._admin.devices.evict(name, confirm=self._effort.confirm)
+                    self._admin.devices.evict(name, confirm=partial(self._confirm_away, leaving))
                 self.note(f"{self._named(job)}: evicted, to be made up for")
             elif member.state is DeviceState.ONLINE:
                 self._admin.devices.begin_drain(job.device)
                 self.note(f"{self._named(job)}: what can be read of it is moved off")
         except MembershipError as error:
             self.note(f"{self._named(job)}: not evicted yet: {error}", ok=False)
-            return False
+            return self._effort.answers(job.device)
         return True
+
+    def _confirm_away(self, leaving: Sequence[str]) -> None:
+        """Before each membership of an eviction, for which a lock was waited for: raise
+        MembershipError where another agent decides, or a device is back."""
+        self._effort.confirm()
+        if any(map(self._effort.answers, leaving)):
+            raise MembershipError("it answers again. Nothing was changed.")
 
     def _evict_drained(self, job: BackgroundJob) -> None:
         done = self._admin.devices.end_drain(
@@ -430,7 +440,8 @@ class Jobs:
 
     def _scrub_columns(self, own: frozenset[str]) -> ColumnScrubReport:
         pace = self._fresh_pace(self._effort.scrub_bytes_per_second())
-        report = self._admin.scrub_columns(own, progress=self._step, pace=pace)
+        began_ms = self._effort.scrub_began_ms()
+        report = self._admin.scrub_columns(own, since_ms=began_ms, progress=self._step, pace=pace)
         if not report.clean and not report.stopped:
             self.note(
                 f"scrub of {len(own)} devices of this host: {report.damaged_columns} damaged "

@@ -18,6 +18,7 @@ from hpstore.agent.saved_state import AgentState
 from hpstore.format.records import DeviceState
 from hpstore.maintenance.rebalance import RebalanceReport
 from hpstore.maintenance.rebuild import RebuildReport
+from hpstore.maintenance.scrub_columns import ColumnScrubReport
 from hpstore.pool.admin import PoolAdmin
 
 _DAY_MS = 86_400_000
@@ -38,9 +39,9 @@ class Tending(Protocol):
 
 class DueWork:
     """Of one agent. `look` is called by the agent's thread, `started` and `finished` by that of the
-    jobs. `save()` makes the agent's memory durable."""
+    jobs. `save()` makes the agent's memory durable, and returns whether it is."""
 
-    def __init__(self, agent: Tending, admin: PoolAdmin, save: Callable[[], None]) -> None:
+    def __init__(self, agent: Tending, admin: PoolAdmin, save: Callable[[], bool]) -> None:
         self._agent, self._admin, self._clock, self._save = agent, admin, admin.clock, save
         self._lock = threading.Lock()  # guards all below
         self.put_off: dict[str, int] = {}  # why -> objects, of the last rebuild
@@ -142,12 +143,14 @@ class DueWork:
             rested = now - self._scrub_failed_seconds >= agent.config.survey_seconds
             if max(began, ended) > wall:  # by a clock that was ahead
                 began = ended = self._scrubbed_ms = 0
-        if ended < began or wall - began >= agent.config.scrub_days * _DAY_MS:
-            if rested and not scrubs:
-                agent.jobs.submit(BackgroundJob(kind=JobKind.SCRUB, reason="it is time"))
-            began = began if ended < began else wall
+        unfinished = ended < began
+        due = unfinished or wall - began >= agent.config.scrub_days * _DAY_MS
+        if due and not unfinished:
+            began = wall
         agent.memory = replace(agent.memory, scrub_began_ms=began, scrub_ended_ms=ended)
-        self._save()
+        self._save()  # before the job, which goes on with the pass that began then
+        if due and rested and not scrubs:
+            agent.jobs.submit(BackgroundJob(kind=JobKind.SCRUB, reason="it is time"))
 
     def started(self, job: BackgroundJob) -> None:
         """Called by the thread of jobs."""
@@ -168,18 +171,23 @@ class DueWork:
                 if isinstance(report, RebuildReport):
                     self._reconciled |= self._rebuild_saw
                     self.put_off, self._put_off_until_ms = report.put_off, report.put_off_until_ms
-                written = isinstance(report, RebuildReport) and report.columns_written
-                # what has come since it began, it has not looked at
-                self._fruitless = None if written else self._rebuild_todo
+                # what has come since it began, it has not looked at; without a report it never ran
+                idle = isinstance(report, RebuildReport) and not report.columns_written
+                self._fruitless = self._rebuild_todo if idle else None
             elif job.kind is JobKind.REBALANCE:
                 self._evened_seconds, self._evened_shape = now, shape
                 moved = isinstance(report, RebalanceReport) and report.columns_moved
                 self._evened_columns = moved or 0
             elif job.kind is JobKind.SWEEP:
                 self._swept_seconds = now
-            elif job.kind is JobKind.SCRUB and report is not None:
+            elif job.kind is JobKind.SCRUB and report is not None and not _left_out(report):
                 self._scrubbed_ms = self._clock.wall_ms()
-            elif job.kind is JobKind.SCRUB:  # another process scrubs or rebuilds
+            elif job.kind is JobKind.SCRUB:  # another process scrubs or rebuilds, or a device fails
                 self._scrub_failed_seconds = now
         if job.kind is not JobKind.SCRUB:
             self._agent.eyes.disturb()
+
+
+def _left_out(report: Report) -> bool:
+    """Whether a scrub of columns gave up a device: the pass goes on with that one later."""
+    return isinstance(report, ColumnScrubReport) and bool(report.given_up)

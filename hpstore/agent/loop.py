@@ -23,10 +23,11 @@ from hpstore.agent.disk_load import Foreground
 from hpstore.agent.due_work import DueWork
 from hpstore.agent.monitor_watch import HealthWatch, MonitorWatch
 from hpstore.agent.observer import Observer
-from hpstore.agent.operator_requests import OperatorRequest, read_orders
+from hpstore.agent.operator_requests import OperatorRequest, read_orders, settle_orders
 from hpstore.agent.own_devices import OwnDevices
-from hpstore.agent.policy_facts import Sighting, pool_facts, reports_in
+from hpstore.agent.policy_facts import Sighting, leaving, pool_facts, reports_in
 from hpstore.agent.pool_keeper import PoolKeeper
+from hpstore.agent.run_files import RunFiles
 from hpstore.agent.saved_state import load_memory, save_memory
 from hpstore.agent.smart_watch import DiskWatch, worst
 from hpstore.agreement.registers import AGENT, HeldRegister, NothingToKeep
@@ -40,6 +41,7 @@ from hpstore.health.history import History
 from hpstore.health.policy.device_history import fresh_absences
 from hpstore.health.policy.health_policy import decide
 from hpstore.health.policy.operator_commands import command
+from hpstore.health.policy.policy_clock import PolicyClock
 from hpstore.health.policy.states import Action, ActionKind, Decision, PolicyOutcome, PoolFacts
 from hpstore.locks import file_lock
 from hpstore.membership.host_names import host_domains, over_several_hosts
@@ -58,6 +60,11 @@ _JOBS = {
     ActionKind.READMIT: JobKind.READMIT,
     ActionKind.HEAL: JobKind.HEAL,
 }
+_BY_CHOICE = (ActionKind.DRAIN, ActionKind.EVICT, ActionKind.READMIT)  # never unremembered
+_UNSAVED = (
+    "the agent's memory in {path} cannot be written: {error}. What is lost is rebuilt; nothing is "
+    "drained, evicted by choice or readmitted, and orders wait. Make room there."
+)
 # before its columns are reconciled; REMOVED: until the round that finds it has ended
 _RETURNING = (HealthState.REMOVED, HealthState.REBUILDING, HealthState.PROBATION)
 
@@ -104,7 +111,9 @@ class Agent(Closing):
             dry_run=self.dry_run,
             ttl_seconds=config.keeper_seconds,
         )
-        self.hosts = AbsentHosts(config.host_wait_seconds, max(60.0, 4 * config.tick_seconds))
+        gap_seconds = max(60.0, 4 * config.tick_seconds)
+        self.hosts = AbsentHosts(config.host_wait_seconds, gap_seconds)
+        self._policy_clock = PolicyClock(gap_seconds)
         self._own, self._decided = OwnDevices(config.host), True
         self.watch = watch or MonitorWatch(self._admin.health)
         self.eyes = Observer(
@@ -118,6 +127,8 @@ class Agent(Closing):
         )
         self.present: frozenset[str] = frozenset()
         self.orders_problem = ""  # why orders cannot be read
+        self.memory_problem = ""  # why what it remembers is not durable
+        self._run_files = RunFiles(self.run_directory)
         self.ticks, self.began_ms = 0, self._clock.wall_ms()
         self.due = DueWork(self, self._admin, self._save)
         self.jobs: Jobs = Jobs(
@@ -147,6 +158,7 @@ class Agent(Closing):
             scrub_bytes_per_second=self._scrub_rate,
             spread=config.rebalance_spread or 1.0,
             own=lambda: self._own_devices() if self.keeper.shared else None,
+            scrub_began_ms=lambda: self.memory.scrub_began_ms,
             decides=lambda: self.keeper.decides,
             repairs=lambda: self.keeper.repairs,
             confirm=self.keeper.confirm,
@@ -234,6 +246,10 @@ class Agent(Closing):
         the devices that this one holds have been replaced one by one while it was stopped."""
         self._held.keep()
         now, at = self._clock.monotonic(), self._clock.wall_ms() / 1000
+        policy = self._policy_clock.follow(
+            self.memory.policy, monotonic_seconds=now, wall_seconds=at
+        )
+        self.memory = replace(self.memory, policy=policy)
         decides = self._take_turn()  # first: it says which devices are looked at
         self.eyes.look(now)
         facts = pool_facts(self._sighting(at), self.config.policy)
@@ -245,7 +261,9 @@ class Agent(Closing):
         else:
             self._pass_on_orders()
         if not self.dry_run:
+            self._settle_orders()
             self.due.look(now)
+            self._run_files.keep(now)
         self.ticks += 1
         status = make_status(self, self._decisions(_READ))
         if not self.dry_run:
@@ -272,14 +290,16 @@ class Agent(Closing):
 
     def _decide(self, facts: PoolFacts, at: float) -> None:
         """What the policy and operators want; remembered before it is done."""
-        outcomes = self._obey(facts, at)
-        if outcomes:  # what was said before an order counts no more
+        obeyed = self._obey(facts, at)
+        if obeyed:  # what was said before an order counts no more
             facts = pool_facts(self._sighting(at), self.config.policy)
         verdicts = self.watch.verdicts()
-        outcomes.append(decide(self.memory.policy, verdicts, facts, at, self.config.policy))
-        self._remember(outcomes[-1])
-        for outcome in outcomes:
-            for action in outcome.actions:
+        outcome = decide(self.memory.policy, verdicts, facts, at, self.config.policy)
+        remembered = self._remember(outcome)
+        for action in (action for done in obeyed for action in done.actions):
+            self._act(action)
+        for action in outcome.actions:
+            if remembered or action.kind not in _BY_CHOICE:  # it is asked for again later
                 self._act(action)
 
     def _pass_on_orders(self) -> None:
@@ -297,7 +317,11 @@ class Agent(Closing):
         self.jobs.run_all()
 
     def _sighting(self, at: float) -> Sighting:
+        # jobs before the record, which then has what came of them; and what waits before what runs,
+        # so that a job which is taken meanwhile is found
+        jobs = [*self.jobs.waiting(), self.jobs.running]
         return Sighting(
+            leaving=leaving(filter(None, jobs), self._admin.record),
             record=self._admin.record,
             open=self._admin.devices.places.keys(),
             seen=self.eyes.seen(),
@@ -314,24 +338,35 @@ class Agent(Closing):
         )
 
     def _decisions(self, count: int) -> list[Decision]:
-        return self.history.decisions(count) if os.path.exists(self.history.path) else []
+        if not os.path.exists(self.history.path):
+            return []
+        return self.history.decisions(count, until_seconds=self._clock.wall_ms() / 1000)
 
     # -- deciding and remembering
 
     def _obey(self, facts: PoolFacts, at: float) -> list[PolicyOutcome]:
-        """Take new orders of operators; a refused one is reported."""
-        done = []
+        """Take new orders of operators; a refused one is reported. One that cannot be remembered
+        waits."""
+        done: list[PolicyOutcome] = []
         for order in self._new_orders():
-            policy = self.memory.policy
-            self.memory = replace(self.memory, orders_done=order.number)
+            before, refused = self.memory, ""
+            outcome: PolicyOutcome | None = None
             try:
-                outcome = command(policy, order.word, order.device, facts, at, self.config.policy)
+                outcome = command(
+                    before.policy, order.word, order.device, facts, at, self.config.policy
+                )
             except MembershipError as error:
-                self.jobs.note(f"order {order.number}, {order.word}: refused: {error}", ok=False)
-                self._save()
-                continue
-            self._remember(outcome)
-            done.append(outcome)
+                refused = f"order {order.number}, {order.word}: refused: {error}"
+            policy = before.policy if outcome is None else outcome.state
+            self.memory = replace(before, policy=policy, orders_done=order.number)
+            if not self._save():
+                self.memory = before
+                break
+            if outcome is None:
+                self.jobs.note(refused, ok=False)
+            else:
+                self._write_down(outcome)
+                done.append(outcome)
         return done
 
     def _new_orders(self) -> list[OperatorRequest]:
@@ -342,10 +377,26 @@ class Agent(Closing):
             return []
         return [order for order in orders if order.number > self.memory.orders_done]
 
-    def _remember(self, outcome: PolicyOutcome) -> None:
-        """Make the state durable before it is acted on; write the decisions down."""
+    def _settle_orders(self) -> None:
+        """Take orders that were obeyed out of their file, so that an agent that begins without
+        memory does not obey them again."""
+        done = self._saved.orders_done
+        try:
+            if any(order.number <= done for order in read_orders(self._directory)):
+                settle_orders(self._directory, done, self._clock)
+        except (HpstoreError, OSError) as error:
+            problem = f"orders that were obeyed are still in their file: {error}"
+            self.orders_problem = self.orders_problem or problem
+
+    def _remember(self, outcome: PolicyOutcome) -> bool:
+        """Make the state durable before it is acted on; write the decisions down. Return whether it
+        is durable: what cannot be written is kept in memory, as rebuilding goes on (rule 17)."""
         self.memory = replace(self.memory, policy=outcome.state)
-        self._save()
+        saved = self._save()
+        self._write_down(outcome)
+        return saved
+
+    def _write_down(self, outcome: PolicyOutcome) -> None:
         for decision in outcome.decisions:
             change = (
                 decision.was
@@ -368,11 +419,21 @@ class Agent(Closing):
         else:
             self.history.add_decisions(outcome.decisions)
 
-    def _save(self) -> None:
+    def _save(self) -> bool:
+        """Return whether the memory is durable. That it cannot be written is counted, and noted
+        once; each round tries again."""
         if self.dry_run or self.memory.lasting() == self._saved.lasting():
-            return
-        save_memory(self._directory, self.memory)
-        self._saved = self.memory
+            return True
+        try:
+            save_memory(self._directory, self.memory)
+        except (HpstoreError, OSError) as error:
+            self.pool.metrics.count("agent_memory_error_total")
+            if not self.memory_problem:
+                self.jobs.note(_UNSAVED.format(path=self._directory, error=error), ok=False)
+            self.memory_problem = f"the agent's memory cannot be written: {error}"
+            return False
+        self._saved, self.memory_problem = self.memory, ""
+        return True
 
     # -- acting
 

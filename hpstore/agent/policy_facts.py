@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from hpstore.agent.background_jobs import BackgroundJob, JobKind
 from hpstore.agent.device_probes import Seen
 from hpstore.agent.monitor_watch import WatchedDevice
 from hpstore.format.records import DeviceState, Member, PoolRecord
@@ -43,6 +44,7 @@ class Sighting:
     busy: str
     waited_for: Collection[str] = ()  # devices of hosts that are away, and may come back
     gone: Collection[str] = ()  # those of hosts that were waited for long enough
+    leaving: Collection[str] = ()  # of which an eviction is queued or under way
 
 
 def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
@@ -59,6 +61,27 @@ def pool_facts(sighting: Sighting, config: PolicyConfig) -> PoolFacts:
         spread=record.spread,
         too_much_away=_too_much_away(sighting),
     )
+
+
+def leaving(jobs: Iterable[BackgroundJob], record: PoolRecord) -> frozenset[str]:
+    """Devices of which an eviction is queued or under way.
+
+    Parameters
+    ----------
+    jobs
+        What waits and what runs.
+    record
+        Has the devices of a host that leaves as one.
+
+    Returns
+    -------
+    frozenset[str]
+        Ids of devices.
+    """
+    heals = [job for job in jobs if job.kind is JobKind.HEAL]
+    domains = {job.domain for job in heals if job.domain}
+    inside = {member.device_id for member in record.members if member.domain in domains}
+    return frozenset(inside.union(job.device for job in heals))
 
 
 def _too_much_away(sighting: Sighting) -> str:
@@ -109,6 +132,7 @@ def _device(sighting: Sighting, member: Member, config: PolicyConfig) -> DeviceF
         reconciled=device in sighting.reconciled,
         waited_for=device in sighting.waited_for,
         host_gone=device in sighting.gone,
+        leaving=device in sighting.leaving,
     )
 
 
@@ -135,7 +159,7 @@ def reports_in(
     """
     found: dict[str, str] = {}
     for said in sorted(decisions, key=lambda decision: decision.at_seconds):
-        fresh = now_seconds - said.at_seconds <= _REPORT_SECONDS
+        fresh = 0 <= now_seconds - said.at_seconds <= _REPORT_SECONDS  # later ones: no clock's
         pardoned = said.at_seconds <= state.health(said.device).pardoned_seconds
         if said.role is Role.PROCESS and said.reason.startswith(REPORT) and fresh and not pardoned:
             found[said.device] = f"a process reports: {said.reason.removeprefix(REPORT)}"

@@ -137,7 +137,8 @@ class DiskWatch:
     ) -> DiskSight:
         past = before.get(reading.serial)
         now = judge_reading(self._forecaster, reading, past, today)
-        earlier = [] if past is None else judge_past(self._forecaster, past, today - _DAYS + 1)
+        first = today - _DAYS + 1
+        earlier = [] if past is None else judge_past(self._forecaster, past, first, today)
         return DiskSight(
             disk=reading.device,
             readout=reading.readout,

@@ -16,7 +16,7 @@ from hpstore.cli.options import AllowRootDisk, DeviceName, Force, Json, PoolName
 from hpstore.cli.output import UNMENDED_EXIT_CODE, say
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.config import Settings
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, HpstoreError, without_promise
 from hpstore.health.policy.operator_commands import Command
 from hpstore.membership.device_places import sharing_note
 from hpstore.membership.host_names import DOMAIN, HOST
@@ -96,7 +96,13 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
         found = opened.admin.devices.find(device, returning=True)
         files = opened.readmit(found.device_id)
         looked_after = agent_requests.looked_after(opened)
-    given = agent_requests.order(pool, found.device_id, Command.READMIT) if looked_after else None
+    given: agent_requests.RequestOutcome | None = None
+    unheard = ""
+    if looked_after:
+        try:
+            given = agent_requests.order(pool, found.device_id, Command.READMIT)
+        except (HpstoreError, OSError) as error:  # the pool has changed: that is no failure
+            unheard = without_promise(error)
     detail = (
         ""
         if files is None
@@ -109,8 +115,10 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
         "url": found.url,
         "state": "online",
         "files": None if files is None else asdict(files),
-        "agent": None if given is None else given.outcome,
+        "agent": ("unheard" if unheard else None) if given is None else given.outcome,
     }
+    if unheard:
+        sys.stderr.write(f"hpstore: note: the agent here did not take the order: {unheard}\n")
     say(
         facts,
         ("" if given is None else f"{given}\n") + f"{device} is online{detail}",
@@ -169,8 +177,7 @@ def replace(
         f"`hpstore release` says when it can be taken out",
         as_json=as_json,
     )
-    report = done.report
-    if report is not None and (report.unreadable or report.failed or report.stuck):
+    if done.report is not None and done.report.unmended:
         raise typer.Exit(UNMENDED_EXIT_CODE)
 
 

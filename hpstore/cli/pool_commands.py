@@ -272,6 +272,8 @@ def rebalance(
         emit_json(report.as_dict())
     else:
         show_rebalance(report)
+    if report.failed:
+        raise typer.Exit(UNMENDED_EXIT_CODE)
 
 
 def _repairs(pool: Pool, address: str | None) -> RepairRunner | None:
@@ -288,5 +290,5 @@ def _finish(what: str, report: RebuildReport, as_json: bool) -> None:
         emit_json(report.as_dict())
     else:
         show_report(what, report)
-    if report.unreadable or report.failed or report.stuck:
+    if report.unmended:
         raise typer.Exit(UNMENDED_EXIT_CODE)

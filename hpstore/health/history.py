@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sqlite3
 import stat
@@ -76,7 +77,8 @@ class History:
         self._metrics, self._read_only = metrics, read_only
         self._rows_most, self._age_most_seconds = rows_most, age_most_seconds
         self._file: sqlite3.Connection | None = None
-        self._given_up = False
+        self._inode: tuple[int, int] | None = None  # of the file that is open
+        self._given_up = self._skipped = False
 
     def add_tick(self, tick: Tick, at_seconds: float) -> None:
         """Note a tick's samples; `at_seconds` since 1970."""
@@ -131,28 +133,55 @@ class History:
             for row in self._try(lambda file: file.execute(query, (device, since_seconds)), ())
         ]
 
-    def decisions(self, count: int) -> list[Decision]:
-        """The last `count` decisions, newest first; none when the file cannot be read."""
+    def decisions(self, count: int, *, until_seconds: float = math.inf) -> list[Decision]:
+        """The last `count` decisions, newest first; none when the file cannot be read.
+
+        Parameters
+        ----------
+        count
+            At most so many rows are looked at.
+        until_seconds
+            Later ones are left out: a clock that was ahead has written them.
+
+        Returns
+        -------
+        list[Decision]
+            Without rows that this version cannot read, which are counted, and logged once.
+        """
         ask = "SELECT at, device, was, becomes, reason, role, dry_run"
-        rest = "FROM decisions ORDER BY at DESC, id DESC LIMIT ?"
+        rest = "FROM decisions WHERE at <= ? ORDER BY at DESC, id DESC LIMIT ?"
 
         def read(file: sqlite3.Connection) -> Iterable[Sequence[Any]]:
             process = "process" if _names_processes(file) else "''"
-            return file.execute(f"{ask}, {process} {rest}", (count,))
+            return file.execute(f"{ask}, {process} {rest}", (until_seconds, count))
 
-        return [
-            Decision(
-                at_seconds=row[0],
-                device=row[1],
+        found = [self._decision(row) for row in self._try(read, ())]
+        return [decision for decision in found if decision is not None]
+
+    def _decision(self, row: Sequence[Any]) -> Decision | None:
+        """What a row says; None for one of another version, with a state that is not known here."""
+        try:
+            return Decision(
+                at_seconds=float(row[0]),
+                device=str(row[1]),
                 was=HealthState(row[2]),
                 becomes=HealthState(row[3]),
-                reason=row[4],
+                reason=str(row[4]),
                 role=Role(row[5]),
                 dry_run=bool(row[6]),
                 process=str(row[7]),
             )
-            for row in self._try(read, ())
-        ]
+        except ValueError as error:
+            self._metrics.count("health_history_row_skipped_total")
+            if not self._skipped:
+                _log.warning(
+                    "health history %s has decisions that this hpstore cannot read, which are "
+                    "left out: %s",
+                    self.path,
+                    error,
+                )
+            self._skipped = True
+            return None
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -190,8 +219,11 @@ class History:
         if self._given_up:
             return list(otherwise)
         try:
+            if self._file is not None and _inode(self.path) != self._inode:
+                self.close()  # it was tidied away: others write into a new one
             if self._file is None:
                 self._file = self._open()
+                self._inode = _inode(self.path)
             result = list(action(self._file))
         except sqlite3.Error as error:
             self._metrics.count("health_history_error_total")
@@ -242,6 +274,15 @@ def _names_processes(file: sqlite3.Connection) -> bool:
     """Whether the file has a column for who decided."""
     with closing(file.execute("PRAGMA table_info(decisions)")) as cursor:
         return any(row[1] == "process" for row in cursor)
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    """What distinguishes a file from one that later has its name; None where there is none."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _make(path: str) -> None:

@@ -34,6 +34,7 @@ from hpstore.health.detect.tick_window import Gathering
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 from hpstore.health.policy.health_policy import decide
 from hpstore.health.policy.operator_commands import Command, command
+from hpstore.health.policy.policy_clock import PolicyClock
 from hpstore.health.policy.read_shares import no_new_columns, read_shares
 from hpstore.health.policy.states import (
     Action,
@@ -90,6 +91,7 @@ class Monitor:
         self._stop = threading.Event()
         self._detector, self._writes = SlowDetector(), SlowDetector()
         self._policy, self._config = PolicyState(), PolicyConfig()
+        self._policy_clock = PolicyClock()
         self._stalls, self._gathering = Stalls(TICK_SECONDS), Gathering()
         self._traits: dict[str, Future[Traits]] = {}
         self._probing: dict[str, float] = {}  # device -> when its probe began
@@ -204,6 +206,9 @@ class Monitor:
     def _tick(self, pardoned: Sequence[str]) -> tuple[Round, list[Decision]]:
         clock, said = self._store.clock, list[Decision]()
         now, wall = clock.monotonic(), clock.wall_ms() / 1000
+        self._policy = self._policy_clock.follow(
+            self._policy, monotonic_seconds=now, wall_seconds=wall
+        )
         self._forget_left()
         self._learn_traits()
         for device in pardoned:

@@ -46,8 +46,8 @@ class Pardons:
         IntegrityError."""
         try:
             found = self._path.stat()
-        except FileNotFoundError:
-            self._done = max(self._done, 0)
+        except FileNotFoundError:  # there is none yet, or it was tidied away: numbers begin again
+            self._done, self._stamp = 0, None
             return []
         stamp = (found.st_mtime_ns, found.st_ino)
         if stamp == self._stamp:
@@ -55,7 +55,11 @@ class Pardons:
         self._stamp = stamp
         known = self._read()
         before, self._done = self._done, known[-1][0] if known else 0
-        return [] if before < 0 else [device for number, device in known if number > before]
+        if before < 0:
+            return []
+        if self._done < before:  # tidied away, and begun again since the last call
+            before = 0
+        return [device for number, device in known if number > before]
 
     def _read(self) -> list[tuple[int, str]]:
         try:

@@ -72,6 +72,7 @@ class RebuildReport:
     set_aside: int = 0  # files that are none of this pool's, now in quarantine/
     stopped: bool = False  # before all was looked at
     unlisted: tuple[str, ...] = ()  # devices that are open, and could not be listed to the end
+    absent: tuple[str, ...] = ()  # members that were missing when it listed what there is
     unreadable: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     put_off: dict[str, int] = field(default_factory=dict)  # why -> objects that soon expire
@@ -80,8 +81,13 @@ class RebuildReport:
     @property
     def whole(self) -> bool:
         """Every object has its full stripe now."""
-        left = self.unreadable or self.failed or self.waiting or self.stuck or self.put_off
-        return not (left or self.stopped or self.unlisted)
+        return not (self.unmended or self.put_off or self.stopped)
+
+    @property
+    def unmended(self) -> bool:
+        """Something is not as it should be, or was not seen."""
+        left = self.unreadable or self.failed or self.waiting or self.stuck
+        return bool(left or self.unlisted)
 
     @property
     def clean(self) -> bool:
@@ -105,14 +111,15 @@ class RepairTally:
         self.failed: dict[str, str] = {}
         self.stopped = False
         self.unlisted: tuple[str, ...] = ()
+        self.absent: tuple[str, ...] = ()
         self.expiring: Postponing | None = None
 
     def listed(self, store: PoolContext, catalog: Catalog) -> None:
-        """Note which open devices the catalog lacks: what only they hold was not looked at."""
-        silent = catalog.unknown - store.view.missing
-        self.unlisted = tuple(
-            sorted(m.url for m in store.view.record.members if m.device_id in silent)
-        )
+        """Note which devices the catalog lacks: what only they hold was not looked at."""
+        missing = store.view.missing
+        lacks = [m for m in store.view.record.members if m.device_id in catalog.unknown]
+        self.unlisted = tuple(sorted(m.url for m in lacks if m.device_id not in missing))
+        self.absent = tuple(sorted(m.url for m in lacks if m.device_id in missing))
 
     def add(self, repair: Repair, *, deleted: bool) -> None:
         """Count one object, or the record of one that is `deleted`."""
@@ -171,6 +178,7 @@ class RepairTally:
             failed=dict(self.failed),
             stopped=self.stopped,
             unlisted=self.unlisted,
+            absent=self.absent,
             put_off=dict(self.expiring.put_off) if self.expiring else {},
             put_off_until_ms=self.expiring.until_ms if self.expiring else 0,
         )

@@ -7,7 +7,7 @@ or removes anything on incomplete knowledge: an older version goes only when the
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -64,6 +64,30 @@ class Repair:
 
 def no_throttle(_: int) -> None:
     """At full speed."""
+
+
+def dead_devices(store: PoolContext, failed: Collection[str]) -> frozenset[str]:
+    """Of devices that failed a read, those that do not work at all. The others have a bad sector.
+
+    Parameters
+    ----------
+    store
+        The pool.
+    failed
+        Ids of devices; each is probed.
+
+    Returns
+    -------
+    frozenset[str]
+        Ids of devices of which the probe failed.
+    """
+    write = not store.read_only
+    answers = store.each(failed, lambda _, device: device.probe(write=write))
+    return frozenset(
+        device
+        for device in failed
+        if isinstance(answer := answers.get(device), Exception) and not isinstance(answer, READABLE)
+    )
 
 
 def repair_object(
@@ -237,18 +261,13 @@ class _Repairer:
     def _died(self) -> frozenset[str]:
         """Devices that failed a read of this object and do not work at all: they are away, while
         one bad sector of a device that works is healed at once."""
-        failed = {
-            self._reader.header.devices[column]
-            for column, error in self._reader.damaged.items()
-            if not isinstance(error, IntegrityError)
-        }
-        write = not self._store.read_only
-        answers = self._store.each(failed, lambda _, device: device.probe(write=write))
-        return frozenset(
-            device
-            for device in failed
-            if isinstance(answer := answers.get(device), Exception)
-            and not isinstance(answer, READABLE)
+        return dead_devices(
+            self._store,
+            {
+                self._reader.header.devices[column]
+                for column, error in self._reader.damaged.items()
+                if not isinstance(error, IntegrityError)
+            },
         )
 
     def _heal_all(

@@ -10,7 +10,7 @@ from functools import partial
 
 from hpstore.devices.base import Device
 from hpstore.devices.reserve import shortage
-from hpstore.errors import IntegrityError
+from hpstore.errors import DeviceFull, IntegrityError
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.maintenance.rebuild import (
@@ -30,8 +30,8 @@ from hpstore.objects.key_listing import walk
 from hpstore.runtime.rate_limit import RateLimit
 
 CURSOR_FILE = "scrub.json"
-_CURSOR_SECONDS = 60.0  # between two notes of the position
-_MAX_CURSOR_BYTES = 64 << 10
+CURSOR_SECONDS = 60.0  # between two notes of the position
+MAX_CURSOR_BYTES = 64 << 10
 
 
 def last_scrub_ms(store: PoolContext) -> int:
@@ -47,7 +47,7 @@ def read_cursor(store: PoolContext) -> tuple[int, str]:
 
     def read(_: str, device: Device) -> tuple[int, str]:
         try:
-            return decode_cursor(device.read_small(CURSOR_FILE, _MAX_CURSOR_BYTES))
+            return decode_cursor(device.read_small(CURSOR_FILE, MAX_CURSOR_BYTES))
         except (FileNotFoundError, IntegrityError):
             return (0, "")
 
@@ -67,13 +67,26 @@ def write_cursor(store: PoolContext, after: str) -> None:
 
     The time tells it from what a device that was away still says.
     """
-    data = seal({"format": FORMAT, "after": after, "at_ms": store.clock.wall_ms()})
+    at_ms = store.clock.wall_ms()
+    store.each(
+        store.view.devices,
+        lambda _, device: note_position(device, CURSOR_FILE, after=after, at_ms=at_ms),
+    )
 
-    def write(_: str, device: Device) -> None:
-        if not shortage(device.usage()):  # what is kept for deletes is not for this
-            device.write_small(CURSOR_FILE, data)
 
-    store.each(store.view.devices, write)
+def note_position(device: Device, name: str, *, after: str, at_ms: int) -> None:
+    """Note a position on one device; "" for a scrub that is done, at that time.
+
+    An end is also noted where room is short, or an older position would count for good.
+    """
+    data = seal({"format": FORMAT, "after": after, "at_ms": at_ms})
+    if not after:
+        try:
+            device.write_small(name, data)
+        except DeviceFull:
+            device.delete(name)
+    elif not shortage(device.usage()):  # what is kept for deletes is not for this
+        device.write_small(name, data)
 
 
 def scrub_all(
@@ -117,7 +130,7 @@ def scrub_all(
         if progress is not None:
             progress(Progress(done=done, total=len(keys), bytes=tally.bytes, key=key))
         now = store.clock.monotonic()
-        if not prefix and not store.read_only and now - noted >= _CURSOR_SECONDS:
+        if not prefix and not store.read_only and now - noted >= CURSOR_SECONDS:
             noted = now
             write_cursor(store, key)
     if tally.stopped:

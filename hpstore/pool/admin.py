@@ -291,7 +291,7 @@ class PoolAdmin:
                 may_sweep=may_sweep,
                 repairs=repairs,
             )
-        if report.whole and not self._store.view.missing and unhealed:
+        if report.whole and unhealed and not (report.absent or self._store.view.missing):
             self._mark_healed(unhealed)  # not those that were evicted meanwhile
         return report
 
@@ -305,6 +305,7 @@ class PoolAdmin:
         self,
         devices: Collection[str],
         *,
+        since_ms: int | None = None,
         progress: ProgressCallback | None = None,
         pace: WorkPace | None = None,
     ) -> ColumnScrubReport:
@@ -315,13 +316,15 @@ class PoolAdmin:
         ----------
         devices
             Ids of members; those that are not open are passed over.
+        since_ms
+            When the pass began that this goes on with; None: from the beginning.
         progress
             Called by this thread with a Progress for each object.
         pace
             How fast, and whether to go on.
         """
         self._session.require_writable()
-        return scrub_columns(self._store, devices, progress=progress, pace=pace)
+        return scrub_columns(self._store, devices, since_ms=since_ms, progress=progress, pace=pace)
 
     def repair_keys(
         self,

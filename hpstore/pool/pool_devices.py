@@ -174,7 +174,8 @@ class PoolDevices:
         Raises
         ------
         MembershipError
-            It was taken back or evicted meanwhile.
+            It was taken back meanwhile, or evicted with what it still held. An agent that ends the
+            drain first has done what was wanted.
         """
         self._session.require_writable()
         throttle = RateLimit(rate_bytes_per_second, self._store.clock)
@@ -184,12 +185,30 @@ class PoolDevices:
                 progress(Progress(done=done, total=total, bytes=0, key=key))
 
         self.begin_drain(device)
+        member = self._session.member(device)
         # without the lock: it takes hours, and others may have to be evicted meanwhile
-        moved = changes.move_off(self._store, self._session.member(device), throttle, report) or 0
-        rest = self._end_drain(device, throttle)
-        if rest is None:
+        moved = self._move_off(member, throttle, report)
+        rest = self._end_drain(member.device_id, throttle)
+        if rest is None and not self._drained(member):
             raise MembershipError(f"{device} was taken back or evicted while it was drained")
-        return moved + rest
+        return moved + (rest or 0)
+
+    def _move_off(
+        self, member: Member, throttle: Throttle, report: Callable[[int, int, str], None]
+    ) -> int:
+        """Move what a draining device holds; how many objects that were. An agent may end the drain
+        while it is looked for, and a device that has left answers nothing."""
+        try:
+            return changes.move_off(self._store, member, throttle, report) or 0
+        except MembershipError:
+            self._session.refresh()
+            if not self._drained(member):
+                raise
+            return 0
+
+    def _drained(self, member: Member) -> bool:
+        """Whether a device has left with nothing on it that is not elsewhere, too."""
+        return self._session.member(member.device_id).state is DeviceState.HEALED
 
     def begin_drain(self, device: str) -> None:
         """Put no new columns on a device; `rebuild` moves those it has, `drain` then ends it.
@@ -253,14 +272,24 @@ class PoolDevices:
         ------
         MembershipError
             What it holds cannot be judged now. Nothing has changed.
+        DeviceMissing
+            It is a member that does not answer, drained by nobody: there is nothing to take back.
+            Nothing has changed.
         """
         self._session.require_writable()
         with self._session.change():
             member = self._session.member(device, returning=True)
-            self._session.sit_out_no_more(member.device_id)
-            self._session.health.forgive(member.device_id, reason, everywhere=True)
             if not member.left and member.device_id not in self.places:
                 self._end_release(member)
+                if member.state is DeviceState.ONLINE and member.device_id not in self.places:
+                    raise DeviceMissing(
+                        f"{member.url} does not answer, and is a member. What it holds is waited "
+                        "for. Nothing was changed. Mount it and readmit it again; if it is gone "
+                        "for good, evict it and rebuild.",
+                        device=member.url,
+                    )
+            self._session.sit_out_no_more(member.device_id)
+            self._session.health.forgive(member.device_id, reason, everywhere=True)
             if member.state is DeviceState.ONLINE:
                 return None
             if member.state is DeviceState.DRAINING:
@@ -316,8 +345,8 @@ class PoolDevices:
         self._session.refresh()
 
     def _end_release(self, member: Member) -> None:
-        """Take the mark off a device that is back at one of its places. Best effort: one that is
-        not mounted yet stays missing."""
+        """Take the mark off a device that is back at one of its places; one that is not mounted yet
+        stays missing."""
 
         def unmark(url: str) -> None:
             device = self._session.opener(url)

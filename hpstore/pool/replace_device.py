@@ -12,6 +12,10 @@ from hpstore.maintenance.rebuild import ProgressCallback, RebuildReport
 from hpstore.membership.device_places import checked_place
 from hpstore.pool.pool import Pool
 
+_STANDS = {
+    DeviceState.EVICTED: "has left, what it held is not all made again",
+    DeviceState.HEALED: "has left, and nothing of it is missed",
+}
 _LOOK_SECONDS = 0.5  # between two looks at who has a disk open
 
 
@@ -72,8 +76,7 @@ def replace_device(
                 pool.evict(member.device_id)
             report = pool.rebuild(progress=progress, rate_bytes_per_second=rate_bytes_per_second)
     except HpstoreError as error:
-        out = pool.admin.devices.find(member.device_id).left
-        stands = "has left, what it held is not all made again" if out else "is not out yet"
+        stands = _STANDS.get(pool.admin.devices.find(member.device_id).state, "is not out yet")
         raise type(error)(
             f"{new} is a member now and stays one, {old} {stands}: {without_promise(error)} Run it "
             "again when that is mended."

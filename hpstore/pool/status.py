@@ -248,7 +248,7 @@ def recent_decisions(store: PoolContext) -> list[Decision]:
     if not path.exists():
         return []
     history = History(path, store.metrics, read_only=True)
-    found = history.decisions(_LOOKED_AT)
+    found = history.decisions(_LOOKED_AT, until_seconds=store.clock.wall_ms() / 1000)
     history.close()
     return found
 

@@ -10,11 +10,12 @@ from typing import TypeVar
 
 import pytest
 
+import hpstore.maintenance.rebuild as rebuild_module
 from hpstore.config import Settings
 from hpstore.devices.base import Device
 from hpstore.devices.wrappers import DeviceWrapper
 from hpstore.errors import DeviceError, TooFewDevices
-from hpstore.testing.memory_pool import Harness
+from hpstore.testing.memory_pool import FakeClock, Harness
 from hpstore.units import MIB
 
 T = TypeVar("T")
@@ -136,3 +137,32 @@ def test_a_walk_that_stands_still_is_given_up_after_the_device_deadline(harness:
             free.set()
     finally:
         free.set()
+
+
+def test_a_walk_without_a_member_marks_nothing_as_healed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that was missing when a rebuild listed the objects, and was back at its end, may
+    hold some that no other device has."""
+    harness = Harness(tmp_path, data=2, parity=2, devices=6, clock=FakeClock())
+    with harness.open() as pool:
+        for key in KEYS:
+            pool.put(key, bytes(100_000))
+        pool.evict(harness.urls[0])
+    harness.lose([harness.urls[1]])
+    with harness.open() as pool:
+        plain = rebuild_module.pay_debts
+
+        def back(store: object) -> int:
+            harness.bring_back()
+            pool.admin.refresh()
+            return plain(store)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(rebuild_module, "pay_debts", back)
+        report = pool.rebuild(include_missing=True)
+        monkeypatch.undo()
+        assert report.absent == (harness.urls[1],)
+        assert report.whole
+        assert pool.admin.record.unhealed()
+        assert pool.rebuild().whole
+        assert not pool.admin.record.unhealed()

@@ -328,3 +328,20 @@ def test_a_rate_may_be_written_with_its_unit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             agent_config(replace(base, agent=table))
     tended.stop()
+
+
+def test_a_report_from_the_future_does_not_count(tended: Tended) -> None:
+    """A clock that was two hours ahead wrote it, and was set right: its pardon was moved with the
+    agent's memory, and it stayed fresh until that time came again."""
+    tended.rounds(10)
+    tended.clock.now_ms += 7_200_000
+    tended.rounds(10)
+    report(tended, 5, tended.clock.wall_ms() / 1000)
+    give_order(tended.pool.admin.state_directory, Command.READMIT, tended.device(5), tended.clock)
+    tended.rounds(10)
+    tended.clock.now_ms -= 7_200_000
+    tended.rounds(120)
+    assert tended.states() == {}
+    report(tended, 4, tended.clock.wall_ms() / 1000)  # one of today is heard beside it
+    tended.rounds(10)
+    assert set(tended.states()) == {4}

@@ -211,3 +211,45 @@ def test_a_reader_writes_nothing_and_makes_no_file(path: Path) -> None:
         assert len(reader.decisions(5)) == 1
         reader.add_decisions([decision(2.0)])
         assert len(reader.decisions(5)) == 1
+
+
+@pytest.mark.parametrize("with_its_log", [True, False])
+def test_a_file_that_was_tidied_away_is_made_and_read_again(path: Path, with_its_log: bool) -> None:
+    """Below /tmp it goes after some days. A process that had it open wrote and read the old one for
+    months, which no other process sees: the agent was deaf to reports."""
+    metrics = Metrics()
+    with closing(History(path, metrics)) as agent, closing(History(path, metrics)) as process:
+        agent.add_decisions([decision(1.0)])
+        logs = list(path.parent.glob(f"{path.name}-*")) if with_its_log else []
+        for name in (path, *logs):
+            name.unlink()
+        process.add_decisions([decision(2.0, "report: drain it")])
+        assert [d.reason for d in agent.decisions(5)] == ["report: drain it"]
+        agent.add_decisions([decision(3.0, "drained")])
+        assert [d.reason for d in process.decisions(5)] == ["drained", "report: drain it"]
+        assert metrics.value(ERRORS) == 0
+
+
+def test_decisions_of_another_version_are_left_out_counted_and_told_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One row with a state that this version does not know ended each round of the agent."""
+    metrics = Metrics()
+    with closing(History(path, metrics)) as history:
+        history.add_decisions([decision(1.0), decision(2.0, "of a later version"), decision(3.0)])
+        with closing(sqlite3.connect(path)) as file, file:
+            file.execute("UPDATE decisions SET becomes = 'hibernating' WHERE at = 2.0")
+        for _ in range(2):
+            assert [d.at_seconds for d in history.decisions(5)] == [3.0, 1.0]
+        assert metrics.value("health_history_row_skipped_total") == 2
+    assert len(caplog.records) == 1
+    assert "hibernating" in caplog.text
+
+
+def test_decisions_from_the_future_do_not_push_out_those_of_today(path: Path) -> None:
+    """A clock that was ahead wrote them; the newest 200 rows were theirs until it came true."""
+    with closing(History(path, Metrics())) as history:
+        history.add_decisions([decision(10.0)])
+        history.add_decisions([decision(9_000.0 + n) for n in range(5)])
+        assert [d.at_seconds for d in history.decisions(5, until_seconds=20.0)] == [10.0]
+        assert len(history.decisions(10)) == 6

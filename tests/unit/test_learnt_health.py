@@ -140,6 +140,21 @@ def test_a_pardon_reaches_processes_that_run_and_none_that_begins(tmp_path: Path
     assert (running.new(), late.new()) == (["d2"], ["d2"])
 
 
+def test_a_pardon_counts_after_the_file_was_tidied_away(tmp_path: Path) -> None:
+    """Below /tmp it goes after some days, and its numbers begin again at 1: processes that had
+    followed three words passed the next ones over. Also where they did not look in between."""
+    clock, running, asleep, other = ManualClock(), *(Pardons(tmp_path) for _ in range(3))
+    assert (running.new(), asleep.new()) == ([], [])
+    for device in ("d0", "d1", "d2"):
+        other.give(device, clock)
+    assert (running.new(), asleep.new()) == (["d0", "d1", "d2"], ["d0", "d1", "d2"])
+    (tmp_path / PARDONS_FILE).unlink()
+    assert running.new() == []
+    other.give("d3", clock)
+    assert (running.new(), asleep.new()) == (["d3"], ["d3"])
+    assert (running.new(), asleep.new()) == ([], [])
+
+
 def test_pardons_are_bounded(tmp_path: Path) -> None:
     """Words of long ago are let go; numbers go on."""
     clock, pardons = ManualClock(), Pardons(tmp_path)

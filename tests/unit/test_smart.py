@@ -260,6 +260,32 @@ def test_nvme_wear_is_a_plan_and_media_errors_are_not() -> None:
     assert (counter(found, "nvme_media_errors"), len(found.flags)) == (7, 1)
 
 
+@pytest.mark.parametrize(
+    ("warning", "errors", "flags", "notes"),
+    [
+        (4, 0, 0, 1),  # worn out: a plan
+        (4, 7, 1, 0),
+        (12, 0, 1, 1),  # worn out and read-only
+        (0, 0, 1, 0),  # the verdict alone is given
+        (64, 0, 1, 0),  # a reason that hpstore does not know
+        (68, 0, 1, 1),
+    ],
+)
+def test_smartctl_and_nvme_cli_agree_on_what_a_critical_warning_means(
+    warning: int, errors: int, flags: int, notes: int
+) -> None:
+    """smartctl says that SMART has failed (status bit 8, `passed` false) for any of its bits: one
+    disk was failing by smartctl, and had a note by nvme-cli."""
+    log = {"critical_warning": warning, "media_errors": errors, "percentage_used": 60}
+    body = {"smart_status": {"passed": False}, "nvme_smart_health_information_log": log}
+    found = smartctl(8, body)
+    assert (len(found.flags), len(found.notes)) == (flags, notes)
+    assert counter(found, SPEC_FLAG) == bool(flags)
+    if warning in (4, 12):
+        own = parse_nvme("/dev/nvme0n1", 0, json.dumps(log))
+        assert (own.flags, own.notes) == (found.flags, found.notes)
+
+
 class Tools:
     """A directory of executables that alone is in PATH."""
 

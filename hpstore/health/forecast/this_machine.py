@@ -28,22 +28,26 @@ def recorded(record: str | os.PathLike[str], bad: BadRows) -> dict[str, DriveHis
 def judge_reading(
     forecaster: FailureForecaster, reading: SmartReading, before: DriveHistory | None, today: int
 ) -> Forecast | None:
-    """A verdict on what a disk says now, after what is recorded of it; None without an answer."""
+    """A verdict on what a disk says now, after what is recorded of it; None without an answer.
+
+    Days after today were recorded by a clock that was ahead: they are left out.
+    """
     if reading.readout is not Readout.OK:
         return None
     days = np.array([today], np.int64)
     values = np.array([reading.values], np.float64).reshape(1, len(COUNTERS))
     if before is not None:
-        days = np.concatenate([before.days, days])
-        values = np.concatenate([before.values, values])
+        known = before.days <= today
+        days = np.concatenate([before.days[known], days])
+        values = np.concatenate([before.values[known], values])
     made = history(reading.serial, family_of(reading.model), days, values)
     return forecaster.judge(made, flags=reading.flags)
 
 
 def judge_past(
-    forecaster: FailureForecaster, before: DriveHistory, first_day: int
+    forecaster: FailureForecaster, before: DriveHistory, first_day: int, today: int
 ) -> list[Forecast]:
-    """The verdicts of each recorded day from `first_day` on, as they were on that day."""
+    """The verdicts of each recorded day from `first_day` to `today`, as they were on that day."""
     return [
         forecaster.judge(
             DriveHistory(
@@ -54,5 +58,5 @@ def judge_past(
             )
         )
         for end in range(1, len(before.days) + 1)
-        if before.days[end - 1] >= first_day
+        if first_day <= before.days[end - 1] <= today
     ]

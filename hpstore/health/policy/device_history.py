@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hpstore.format.records import DeviceState
 from hpstore.health.detect.verdicts import DeviceVerdict, HealthState
 from hpstore.health.policy.guards import DAY_SECONDS, HOUR_SECONDS
 from hpstore.health.policy.states import DeviceFacts, DeviceHealth, PolicyConfig, PolicyState
@@ -15,7 +16,11 @@ _MOST_CHANGES = 64  # of a device are remembered
 def observed(
     health: DeviceHealth, fact: DeviceFacts, verdict: DeviceVerdict | None, now_seconds: float
 ) -> DeviceHealth:
-    """Since when a device has been quiet, away or back; what is a day old is dropped."""
+    """Since when a device has been quiet, away or back; what is a day old is dropped.
+
+    A member that is open for columns, and that no eviction is asked for any more, has not left: it
+    was back in time, or an object needs it. What an operator makes of it then stands (PROTOCOL 16).
+    """
     quiet = health.quiet_since_seconds
     quiet = None if verdict else (now_seconds if quiet is None else quiet)
     away = None if fact.present else health.gone_since_seconds
@@ -37,6 +42,7 @@ def observed(
         "gone_since_seconds": away,
         "here_since_seconds": here,
         "score": verdict.score if verdict else 0.0,
+        "lapsed": health.lapsed and (fact.leaving or fact.pool_state is not DeviceState.ONLINE),
     }
     return replace(health, **changes)  # type: ignore[arg-type]
 

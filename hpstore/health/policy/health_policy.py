@@ -60,7 +60,8 @@ def decide(
     """One round over all devices of `facts`; others are forgotten.
 
     `now_seconds` since 1970; a clock that goes back stands still here, but for one that was over
-    an hour ahead: what is remembered by it is moved (PolicyState.as_of). What nobody chose comes
+    an hour ahead: what is remembered by it is moved (PolicyState.as_of). Callers that see the clock
+    being set move it before (PolicyClock). What nobody chose comes
     first: absences, faults, returns; then sit-outs end that parity needs; then wishes, the highest
     score first. With `config.dry_run` the state goes on as if, and all actions say `dry_run`.
     """
@@ -147,13 +148,16 @@ class PolicyTurn:
         """Why a device may not be removed by choice now."""
         return refusal(self.devices, self.state, self.facts, self.now, self.config, device)
 
-    def ask(self, device: str, kind: ActionKind, reason: str) -> None:
-        """Ask for an action now, and again each `retry_seconds` while the state lasts."""
+    def ask(self, device: str, kind: ActionKind, reason: str) -> bool:
+        """Ask for an action now, and again each `retry_seconds` while the state lasts; whether it
+        was asked for in this round."""
         health = self.devices[device]
-        due = self.now - health.asked_seconds >= self.config.retry_seconds
-        if due or not health.asked_seconds:
+        late = self.now - health.asked_seconds >= self.config.retry_seconds
+        due = late or not health.asked_seconds
+        if due:
             self.set(device, asked_seconds=self.now, asked=reason)
             self.act(kind, device, reason)
+        return due
 
     # -- what nobody chose
 
@@ -466,12 +470,11 @@ class PolicyTurn:
         elif self.facts.too_much_away:
             self.refuse(device, "it should be evicted", self.facts.too_much_away)
         elif spare <= 0 or waited or fact.host_gone:
-            self.set(device, lapsed=health.gone_since_seconds is not None)
-            self.ask(
-                device,
-                ActionKind.HEAL,
-                "no parity is left" if spare <= 0 else "it has not come back",
-            )
+            why = "no parity is left" if spare <= 0 else "it has not come back"
+            if self.ask(device, ActionKind.HEAL, why):
+                drained = fact.pool_state is DeviceState.DRAINING and not health.lapsed
+                away = health.gone_since_seconds is not None
+                self.set(device, lapsed=away and not drained)  # what was drained stays out
 
     def watch(self) -> None:
         """Sound the alarm of too many bad devices, once; and its end."""

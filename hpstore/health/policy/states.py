@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 
@@ -84,7 +84,7 @@ class DeviceHealth:
     warned_seconds: float = 0.0
     refused: str = ""  # why the last wish was refused
     pardoned_seconds: float = 0.0  # reports from before count no more
-    lapsed: bool = False  # healed while it was away: it may come back by itself
+    lapsed: bool = False  # evicted for being away, or about to be: it may come back by itself
     here_since_seconds: float | None = None  # answers since
 
     def read_share(self, shares: tuple[float, ...]) -> float:
@@ -127,10 +127,13 @@ class PolicyState:
         """The same, remembered by a clock that was ahead and has been set right: what lay so long
         back then lies so long back now. Nothing would be due until the old time came again."""
         ahead = self.now_seconds - now_seconds
+        return self._with_times(lambda at: at - ahead if at > now_seconds else at)
 
-        def then(at: float) -> float:
-            return at - ahead if at > now_seconds else at
+    def moved(self, by_seconds: float) -> PolicyState:
+        """The same, remembered by a clock that has been set forward by so much since."""
+        return self._with_times(lambda at: at + by_seconds if at else at)  # 0 is never
 
+    def _with_times(self, then: Callable[[float], float]) -> PolicyState:
         def moved(health: DeviceHealth) -> DeviceHealth:
             known = {name: at for name in _TIMES if (at := getattr(health, name)) is not None}
             return replace(
@@ -142,6 +145,7 @@ class PolicyState:
 
         devices = {device: moved(health) for device, health in self.devices.items()}
         removals = tuple(map(then, self.removals))
+        now_seconds = then(self.now_seconds)
         return replace(self, now_seconds=now_seconds, devices=devices, removals=removals)
 
     def encode(self) -> bytes:
@@ -219,6 +223,7 @@ class DeviceFacts:
     reconciled: bool = False  # its columns have been judged since it came back
     waited_for: bool = False  # its whole host is away, and may come back
     host_gone: bool = False  # its whole host was waited for long enough
+    leaving: bool = False  # an eviction of it is queued or under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,8 +193,10 @@ def parse_smartctl(device: str, status: int, text: str) -> SmartReading:
         )
     found = _Found()
     _take_ata(body, found)
-    _take_nvme(_table(body, "nvme_smart_health_information_log"), found)
-    if status & _FAILING or _table(body, "smart_status").get("passed") is False:
+    log = _table(body, "nvme_smart_health_information_log")
+    _take_nvme(log, found)
+    failing = status & _FAILING or _table(body, "smart_status").get("passed") is False
+    if failing and not _says_why(log):  # smartctl calls any warning of NVMe a failure, wear too
         found.flags.insert(0, "SMART says that the disk is failing")
     if status & _PREFAIL and not found.flags:
         found.flags.append("an attribute that foretells failure is at its threshold")
@@ -255,12 +257,9 @@ def _take_nvme(log: Mapping[str, Json], found: _Found) -> None:
         return
     for name in ("media_errors", "available_spare", "percentage_used"):
         found.put(f"nvme_{name}", log.get(name))
-    errors = found.values[INDEX["nvme_media_errors"]]
-    warning = log.get("critical_warning")
-    if isinstance(warning, Mapping):  # newer nvme-cli: {"value": 4, ...}
-        warning = warning.get("value")
+    errors, warning = found.values[INDEX["nvme_media_errors"]], _critical_warning(log)
     for bit, words in _NVME_WARNINGS.items():
-        if type(warning) is int and warning & bit:
+        if warning & bit:
             # worn out by its own count, without an error: a plan, not an emergency
             (found.notes if bit == 4 and not errors > 0 else found.flags).append(words)
     spare, least = log.get("available_spare"), log.get("available_spare_threshold")
@@ -268,6 +267,20 @@ def _take_nvme(log: Mapping[str, Json], found: _Found) -> None:
         found.flags.append(f"spare blocks are at {spare} %, below {least} %")
     if found.values[INDEX["nvme_percentage_used"]] >= 100:
         found.notes.append("its rated endurance is used up: plan its replacement")
+
+
+def _critical_warning(log: Mapping[str, Json]) -> int:
+    """The bits of NVMe's critical warning; 0 where there is none."""
+    warning = log.get("critical_warning")
+    if isinstance(warning, Mapping):  # newer nvme-cli: {"value": 4, ...}
+        warning = warning.get("value")
+    return warning if type(warning) is int else 0
+
+
+def _says_why(log: Mapping[str, Json]) -> bool:
+    """Whether NVMe's critical warning has reasons alone that _NVME_WARNINGS knows."""
+    warning = _critical_warning(log)
+    return warning > 0 and not warning & ~sum(_NVME_WARNINGS)
 
 
 def _reading(
