@@ -231,11 +231,11 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         elif self._native is None:
             self.positions = PositionSampler(self.order, self.shares, single=batch_size is None)
 
-    def follow_growth(self, *, begins: bool = False) -> None:
+    def follow_growth(self) -> None:
         """Somebody else's dataset may be longer than it was: its epochs are, then, too. Not in the
-        middle of a loop, whose samples are of the order that it began with. `begins`: one does."""
+        middle of a loop, whose samples are of the order that it began with."""
         loop = self._others and self._others()
-        if loop and loop.under_way and not begins:
+        if loop and loop.under_way:
             return
         data: Any = self.dataset
         if self._grows and self.order is not None and len(data) != self.order.samples:
@@ -279,7 +279,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return None if self.shares is None else self.shares.now()
 
     def __iter__(self) -> Any:
-        self.follow_growth(begins=True)
+        self._others = None  # the loop before is over
+        self.follow_growth()
         stands = self.stands
         if not stands.begin(asked_epoch(self, self._told) if self._by_user else None):
             return EndIterator(self, stands.epoch - 1)
