@@ -75,7 +75,7 @@ def test_a_read_that_hangs_is_said_to_the_reader(
     source = RecordSource(data, data.streams[0])
     with Cache(1 << 20) as cache, cache.attach(source) as reader:
         with monkeypatch.context() as patch:
-            patch.setattr(data, "read_rows", lambda *_: False)
+            patch.setattr(data, "read_rows", lambda *_, **__: False)
             with pytest.raises(MemoryLost):
                 reader.read(np.arange(5), np.zeros((5, 700), np.uint8))
         checked(reader, data, source, np.arange(COUNT))

@@ -101,6 +101,6 @@ def test_a_preempted_job_goes_on_as_if_never_stopped(tmp_path: Path, whom: str) 
             torch.load(tmp_path / f"{prefix}-{rank}-{step + MORE}.pt", weights_only=True)
             for prefix in ("run", "straight")
         )
-        assert f"checkpoint-{step}-" in cut["folder"]
+        assert f"resume-{step}-" in cut["folder"]
         assert cut["losses"][-MORE:] == straight["losses"][-MORE:]
         assert all(torch.equal(cut["model"][n], straight["model"][n]) for n in straight["model"])

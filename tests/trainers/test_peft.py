@@ -172,7 +172,7 @@ def test_a_job_of_adapters_killed_in_a_save_goes_on(tmp_path: Path, kind: str) -
     launch(tmp_path, 2, train, "cut", 0, kind)
     for rank in range(2):
         straight, cut = left(tmp_path, "straight", rank), left(tmp_path, "cut", rank)
-        assert f"checkpoint-{EVERY}-" in cut["folder"]
+        assert f"resume-{EVERY}-" in cut["folder"]
         assert cut["losses"][-(STEPS - EVERY) :] == straight["losses"][-(STEPS - EVERY) :]
         assert same(cut["model"], straight["model"])
         assert same(cut["optimizer"], straight["optimizer"])

@@ -124,7 +124,7 @@ def test_a_sharded_trainer_goes_on_from_a_tier_bit_by_bit(tmp_path: Path) -> Non
             torch.load(tmp_path / f"{first}-{rank}.pt", weights_only=True)
             for first in ("pool", "fresh")
         )
-        assert "checkpoint-4-" in cut["folder"]
+        assert "resume-4-" in cut["folder"]
         assert cut["losses"][-2:] == straight["losses"][-2:]
         assert same(cut["model"], straight["model"])
         assert same(cut["optimizer"]["state"], straight["optimizer"]["state"])

@@ -303,7 +303,7 @@ def test_a_trainer_goes_on_from_a_tier_bit_by_bit(
     catalog.delete(6)  # the same run, cut at step 4: the later checkpoint never came to be
     run, folder = trained(fresh, cold, tmp_path / "cut")
     assert folder is not None
-    assert "checkpoint-4-" in folder
+    assert "resume-4-" in folder
     assert losses(run)[-2:] == losses(straight)[-2:]
     assert same(run.model.state_dict(), straight.model.state_dict())
     with Checkpointer(fresh, "run", rng=False, tiers=[Tier(pool=cold)]) as ckpt:
