@@ -62,8 +62,8 @@ _JOBS = {
 }
 _BY_CHOICE = (ActionKind.DRAIN, ActionKind.EVICT, ActionKind.READMIT)  # never unremembered
 _UNSAVED = (
-    "the agent's memory in {path} cannot be written: {error}. What is lost is rebuilt; nothing is "
-    "drained, evicted by choice or readmitted, and orders wait. Make room there."
+    "the agent cannot write its memory to {path}: {error}. Lost columns are rebuilt all the same; "
+    "drains, readmissions, evictions by choice and orders wait. Free space in that directory."
 )
 # before its columns are reconciled; REMOVED: until the round that finds it has ended
 _RETURNING = (HealthState.REMOVED, HealthState.REBUILDING, HealthState.PROBATION)
@@ -430,7 +430,7 @@ class Agent(Closing):
             self.pool.metrics.count("agent_memory_error_total")
             if not self.memory_problem:
                 self.jobs.note(_UNSAVED.format(path=self._directory, error=error), ok=False)
-            self.memory_problem = f"the agent's memory cannot be written: {error}"
+            self.memory_problem = f"the agent cannot write its memory: {error}"
             return False
         self._saved, self.memory_problem = self.memory, ""
         return True

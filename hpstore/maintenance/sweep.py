@@ -142,7 +142,8 @@ def _sweep_batch(store: PoolContext, keys: list[str]) -> int:
 def sweep_deleted(store: PoolContext) -> int:
     """Sweep what this process has deleted, once enough of it is past its time; how many files went.
 
-    So that tombstones do not pile up where no scrub or rebuild runs.
+    So that tombstones do not pile up where no scrub or rebuild runs. A failure is none of what was
+    deleted just now: it is counted and logged, and a scrub sweeps what stays.
     """
     before, deleted = young_counter(store), store.deleted
     if len(deleted) < DUE_DELETES or deleted[DUE_DELETES - 1][0] >= before:
@@ -159,4 +160,9 @@ def sweep_deleted(store: PoolContext) -> int:
             deleted.appendleft((counter, key))
             break
         keys[key] = None
-    return sweep_keys(store, keys)
+    try:
+        return sweep_keys(store, keys)
+    except (HpstoreError, OSError) as error:
+        store.metrics.count("cleanup_postponed_total")
+        _log.warning("old deletions are swept later: %s", error)
+        return 0

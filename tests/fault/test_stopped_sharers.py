@@ -84,7 +84,7 @@ def test_a_reader_stopped_in_mid_fetch_holds_others_up_once(
                 read_checked(reader, source, np.arange(10))
             assert source.fetches[:10].tolist() == [2] * 10  # in its place, then into the cache
             assert cache.stats()["overdue_total"] == 1
-            assert said(caplog, "fetches for himself") == 1
+            assert said(caplog, "fetched again by those who wait") == 1
             free = core.room.free.free_count
             (tmp_path / "go").touch()
             poll(PATIENCE, (tmp_path / "came").exists)

@@ -20,6 +20,7 @@ from hpstore.config import Settings
 from hpstore.errors import BudgetExceeded, SomeFailed, ThreadsExhausted, TooManyErasures
 from hpstore.loaders import DatasetWriter, Field, add_field
 from hpstore.loaders.writer import dataset_changes, dataset_writer
+from hpstore.maintenance import sweep
 from hpstore.objects.write.stripe_writer import StripeWriter
 from hpstore.pool import many_objects
 from hpstore.pool.pool import Pool
@@ -264,3 +265,22 @@ def test_a_change_of_a_dataset_that_fails_before_its_put_leaves_nothing(
     with pytest.raises(error):
         change()
     assert pool.list() == before
+
+
+def test_a_sweep_that_fails_is_no_failure_of_a_delete(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old tombstones cannot be swept: what was deleted just now is deleted, and says so."""
+
+    def failing(*_: Any) -> int:
+        raise BudgetExceeded("no memory")
+
+    monkeypatch.setattr(sweep, "DUE_DELETES", 1)
+    monkeypatch.setattr(sweep, "young_counter", lambda _: 1 << 62)
+    monkeypatch.setattr(sweep, "sweep_keys", failing)
+    for key in "abcd":
+        pool.put(key, b"1")
+    pool.delete("a")
+    pool.delete_many(["b", "c"])
+    assert pool.list() == ["d"]
+    assert pool.metrics.value("cleanup_postponed_total") == 2

@@ -14,6 +14,7 @@ from hpstore.checkpoint import dcp_to_torch_save, torch_save_to_dcp
 from hpstore.checkpoint.convert import dcp_directories, dcp_objects
 from hpstore.errors import RedundancyError, TooFewDevices
 from hpstore.pool.pool import Pool
+from tests.interop.named_pool import make_named_pool
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist=True
 
@@ -21,9 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where a checkpoint of ones is."""
-    monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "names.toml"))
-    places = [tmp_path / f"d{n}" for n in range(5)]
-    hpstore.create(places, data=3, parity=2, config=tmp_path / "pool.toml", name="dcps").close()
+    make_named_pool(tmp_path, monkeypatch)
     for name, value in (("ones", 1.0), ("twos", 2.0)):
         torch.save({"a": torch.full((3,), value)}, tmp_path / f"{name}.pt")
     torch_save_to_dcp(tmp_path / "ones.pt", "hpstore://dcps/ckpt")

@@ -38,6 +38,7 @@ from hpstore.errors import (
     VersionConflict,
 )
 from hpstore.pool.pool import Pool
+from tests.interop.named_pool import make_named_pool
 from tests.interop.test_torch_objects import same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist=True
@@ -46,9 +47,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled") 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Where the objects of a pool of a name are."""
-    monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "names.toml"))
-    places = [tmp_path / f"d{n}" for n in range(5)]
-    hpstore.create(places, data=3, parity=2, config=tmp_path / "pool.toml", name="dcps").close()
+    make_named_pool(tmp_path, monkeypatch)
     return "hpstore://dcps"
 
 

@@ -94,12 +94,12 @@ def test_healing_goes_on_where_the_memory_cannot_be_written_rule_17(
     tended.rounds(1000, step=20)
     assert 3 not in tended.members()
     assert tended.whole()
-    assert events(tended).count("cannot be written") == 1
+    assert events(tended).count("cannot write its memory") == 1
     assert tended.status is not None
-    assert any("memory cannot be written" in text for text in tended.status.warnings)
+    assert any("cannot write its memory" in text for text in tended.status.warnings)
     disk.full = False
     tended.rounds(10)
-    assert not any("memory cannot be written" in text for text in tended.status.warnings)
+    assert not any("cannot write its memory" in text for text in tended.status.warnings)
 
 
 def test_nothing_is_removed_by_choice_that_could_not_be_remembered(

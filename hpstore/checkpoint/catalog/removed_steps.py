@@ -18,8 +18,8 @@ from hpstore.errors import (
 
 @contextmanager
 def reading_step(catalog: StepCatalog, manifest: Manifest) -> Iterator[None]:
-    """Inside, a step is read by this manifest. Retention of another process may remove it at any
-    time (PROTOCOL 19): what is raised then is a CheckpointError that says so."""
+    """Read a step by this manifest. If retention in another process removes the step meanwhile
+    (PROTOCOL 19), raise a CheckpointError that says so."""
     try:
         yield
     except (ObjectNotFound, IntegrityError, RedundancyError) as error:

@@ -16,10 +16,10 @@ _MOST_CHANGES = 64  # of a device are remembered
 def observed(
     health: DeviceHealth, fact: DeviceFacts, verdict: DeviceVerdict | None, now_seconds: float
 ) -> DeviceHealth:
-    """Since when a device has been quiet, away or back; what is a day old is dropped.
+    """Note since when a device has been quiet, away or back; entries older than a day are dropped.
 
-    A member that is open for columns, and that no eviction is asked for any more, has not left: it
-    was back in time, or an object needs it. What an operator makes of it then stands (PROTOCOL 16).
+    A member that takes columns, and whose eviction is no longer asked for, has not left: it came
+    back in time, or an object needs it. An operator's later decision stands (PROTOCOL 16).
     """
     quiet = health.quiet_since_seconds
     quiet = None if verdict else (now_seconds if quiet is None else quiet)

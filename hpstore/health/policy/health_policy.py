@@ -59,11 +59,11 @@ def decide(
 ) -> PolicyOutcome:
     """One round over all devices of `facts`; others are forgotten.
 
-    `now_seconds` since 1970; a clock that goes back stands still here, but for one that was over
-    an hour ahead: what is remembered by it is moved (PolicyState.as_of). Callers that see the clock
-    being set move it before (PolicyClock). What nobody chose comes
-    first: absences, faults, returns; then sit-outs end that parity needs; then wishes, the highest
-    score first. With `config.dry_run` the state goes on as if, and all actions say `dry_run`.
+    `now_seconds` since 1970. If the clock goes back by up to an hour, time stands still here; if it
+    goes back by more, remembered times move with it (PolicyState.as_of). Callers that see the clock
+    being set move them first (PolicyClock). Events come first: absences, faults, returns. Then
+    sit-outs end that parity needs, then wishes are met, the highest score first. With
+    `config.dry_run` the state goes on as if, and all actions say `dry_run`.
     """
     turn = PolicyTurn(state, facts, now_seconds, config)
     worst = worst_of(verdicts)

@@ -129,9 +129,9 @@ class Session:
                 slab.look_again()
 
     def leave(self, *, dropped: bool = False) -> None:
-        """Nobody needs what is filled for this run alone. Does not wait. Idempotent.
+        """End the run: what is filled for it alone is no longer needed. Does not wait. Idempotent.
 
-        `dropped`: the garbage collector calls, which may have come to a thread in the cache.
+        `dropped`: called by the garbage collector, possibly on a thread that holds a cache's lock.
         """
         self._left = True
         if self.own and self.filler is not None:

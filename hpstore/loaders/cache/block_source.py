@@ -17,8 +17,8 @@ Targets: TypeAlias = "Sequence[Bytes] | Bytes"  # n arrays, or the rows of one
 
 
 class MemoryLost(Exception):
-    """A read that does not end may still write into the targets: nobody may use them before it has.
-    `late`: such reads; None where they are not known: then the targets are never used again."""
+    """A read that has not ended may still write into the targets, so they must not be used before
+    it ends. `late`: such reads. None: they are not known, so the targets are never used again."""
 
     def __init__(self, late: Sequence[Future[None]] | None = None) -> None:
         super().__init__()

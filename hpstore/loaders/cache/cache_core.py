@@ -39,7 +39,7 @@ _NONE: Int64s = np.empty(0, np.int64)
 TURN_SECONDS = 5.0  # that a batch waits for one which should have come before it
 MOST_COPIES_BYTES = 16 * MIB  # of blocks that memory had no room for, on their way to the disk
 REST_SECONDS = 1.0  # that a fetched block waits for pages which others still copy
-LATE_SECONDS = 10.0  # that a request waits for somebody else's fetch
+LATE_SECONDS = 10.0  # how long a request waits for a fetch by another thread or process
 
 
 class Core:
@@ -224,20 +224,20 @@ class Core:
             )
 
     def wait(self, stock: SourceState, late: Sequence[tuple[int, int, BlockFetch]]) -> None:
-        """Until all of these flights have ended. One that takes too long is given up, so that
-        nobody waits for it again: its process may have been stopped."""
+        """Wait until all of these flights have ended. A flight that takes too long is given up, and
+        is not waited for again: its process may have been stopped."""
         with self.lock:
             self.landed.wait_for(lambda: all(f.done for _, _, f in late), LATE_SECONDS)
             for _, _, flight in late:
                 flight.waiting -= 1
             overdue = [(block, flight) for _, block, flight in late if not flight.done]
             self._drop(stock, overdue)
-            for _, flight in overdue:  # where it lands after all, nobody expects it
+            for _, flight in overdue:  # it may still land: nothing is kept of it then
                 flight.keep = flight.ahead = flight.told = False
         if overdue and self.tally.first("overdue_total"):
             _log.warning(
-                "%s: a fetch by another thread or process takes more than %.0f s; who waits for it "
-                "fetches for himself. No data is lost; overdue_total counts these",
+                "%s: a fetch by another thread or process takes more than %.0f s, so the blocks "
+                "are fetched again by those who wait. No data is lost; overdue_total counts these",
                 stock.name,
                 LATE_SECONDS,
             )

@@ -40,29 +40,28 @@ def encode_value(form: str, value: object) -> bytes:
 
 def decode_value(form: str, data: bytes) -> Any:
     """Inverse of encode_value. Raises ValueError: an attacker may have written the bytes."""
-    try:
-        value = json.loads(data.decode(), parse_constant=no_constant)
-    except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
-    if form == "str":
-        check_strings(value)
-    elif form == "chat":
-        check_chat(value)
-    return value
+    return _checked(form, _parsed(data, parse_constant=no_constant))
 
 
 def parse_value(form: str, data: bytes) -> Any:
-    """The value of JSON text of other programs, in any style, as encode_value takes it. Raises
-    ValueError; of keys that come twice, too."""
+    """The value of JSON text that another program wrote, in any style, for encode_value. Raises
+    ValueError, also for a key that comes twice in an object."""
+    value = _parsed(data, object_pairs_hook=unique_keys)
+    check_json(value)
+    return _checked(form, value)
+
+
+def _parsed(data: bytes, **how: Any) -> Any:
     try:
-        value = json.loads(data.decode(), object_pairs_hook=unique_keys)
+        return json.loads(data.decode(), **how)
     except RecursionError:
         raise ValueError("JSON is nested too deeply") from None
+
+
+def _checked(form: str, value: Any) -> Any:
     if form == "str":
         check_strings(value)
-    else:
-        check_json(value)
-    if form == "chat":
+    elif form == "chat":
         check_chat(value)
     return value
 
