@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -132,13 +131,13 @@ def _show_made(made: dict[str, IngestReport], *, as_json: bool) -> None:
 
 
 def _options(given: list[str]) -> dict[str, object]:
-    """NAME=VALUE as a dict; a whole number as one, but 007 is a name."""
+    """NAME=VALUE as a dict. Values are texts: a group may be called 0."""
     made: dict[str, object] = {}
     for each in given:
         name, equals, value = each.partition("=")
         if not equals:
             raise typer.BadParameter(f"{each!r} is not NAME=VALUE", param_hint="--option")
-        made[name] = int(value) if re.fullmatch("0|[1-9][0-9]*", value) else value
+        made[name] = int(value) if name == "record_tokens" and value.isdecimal() else value
     return made
 
 

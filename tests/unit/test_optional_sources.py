@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import struct
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -165,32 +167,32 @@ def test_a_tfrecord_that_is_damaged_anywhere_is_found(tmp_path: Path) -> None:
             assert any(item.problem for item in items) or at == 0, at
 
 
-def test_features_of_examples(tmp_path: Path) -> None:
-    """One value each is a scalar, more are ragged; several bytes are refused."""
+def write_examples(path: Path, *features: Mapping[str, Any]) -> Path:
+    """A file of tf.train.Example."""
     example = pytest.importorskip("tfrecord.example_pb2", reason="needs tfrecord (its extra)")
     from hpstore.loaders.ingestion.tfrecord_source import masked_crc
 
-    def write(*features: dict[str, Any]) -> Path:
-        raw = b""
-        for each in features:
-            made = example.Example()
-            for name, values in each.items():
-                feature = made.features.feature[name]
-                if not values:
-                    continue  # there, and of no type
-                kinds = {bytes: feature.bytes_list, float: feature.float_list}
-                kinds.get(type(values[0]), feature.int64_list).value.extend(values)
-            data = made.SerializeToString()
-            head = struct.pack("<Q", len(data))
-            raw += (
-                head
-                + struct.pack("<I", masked_crc(head))
-                + data
-                + struct.pack("<I", masked_crc(data))
-            )
-        (tmp_path / "a.tfrecord").write_bytes(raw)
-        return tmp_path / "a.tfrecord"
+    raw = b""
+    for each in features:
+        made = example.Example()
+        for name, values in each.items():
+            feature = made.features.feature[name]
+            if not values:
+                continue  # there, and of no type
+            kinds = {bytes: feature.bytes_list, float: feature.float_list}
+            kinds.get(type(values[0]), feature.int64_list).value.extend(values)
+        data = made.SerializeToString()
+        head = struct.pack("<Q", len(data))
+        raw += (
+            head + struct.pack("<I", masked_crc(head)) + data + struct.pack("<I", masked_crc(data))
+        )
+    path.write_bytes(raw)
+    return path
 
+
+def test_features_of_examples(tmp_path: Path) -> None:
+    """One value each is a scalar, more are ragged; several bytes are refused."""
+    write = partial(write_examples, tmp_path / "a.tfrecord")
     path = write({"i": [1], "f": [0.5, 1.5], "t": [b"x"]}, {"i": [2], "f": [2.5], "t": [b"\xff"]})
     source = open_source(path)
     assert source.fields == {
@@ -242,3 +244,21 @@ def test_versions_of_lance(tmp_path: Path) -> None:
     (tmp_path / "b.lance").mkdir()
     with pytest.raises(MalformedFile, match=r"b\.lance cannot be read"):
         open_source(tmp_path / "b.lance")
+
+
+def test_features_of_tfrecord_become_images_json_and_lists_of_texts(tmp_path: Path) -> None:
+    one = {"img": [b"\xff\xd8\xff"], "said": [b'{"a": [1]}'], "tags": [b"x", "é".encode()]}
+    path = write_examples(tmp_path / "a.tfrecord", one, {**one, "tags": [b"y"]})
+    source = open_source(path)
+    made = {
+        "img": Field("image"),
+        "said": Field("json"),
+        "tags": Field("str", (None,)),
+        "none": Field("bytes", optional=True),
+    }
+    source.restrict(list(made), made)
+    first, second = (item.sample for item in items_of(source))
+    assert first == {"img": b"\xff\xd8\xff", "said": {"a": [1]}, "tags": ["x", "é"], "none": None}
+    assert plain(second)["tags"] == ["y"]
+    source.restrict(["tags"], {"tags": Field("json")})
+    assert ["'tags' has 2 values" in item.problem for item in items_of(source)] == [True, False]

@@ -347,7 +347,11 @@ def as_array(field: Field, value: object) -> Array:
             if field.dtype != BFLOAT16:
                 raise ConfigError(f"has dtype bfloat16, the field has {field.dtype}")
             tensor = tensor.view(torch.uint16)
-        array = tensor.resolve_conj().resolve_neg().numpy()
+        try:
+            array = tensor.resolve_conj().resolve_neg().numpy()
+        except (TypeError, RuntimeError) as error:  # float8, sparse, quantized
+            layout = "" if tensor.layout is torch.strided else f", {tensor.layout}"
+            raise ConfigError(f"is a tensor that numpy has not: {tensor.dtype}{layout}") from error
     elif isinstance(value, np.ndarray | np.generic):
         require_unmasked(value)
         array = np.asarray(value)
@@ -444,10 +448,13 @@ def ragged_value(name: str, field: Field, value: object, where: str) -> Bytes:
         made = np.ascontiguousarray(array, field.storage)
         raw = made.reshape(-1).view(np.uint8) if made.size else _EMPTY
     if len(raw) > MAX_VALUE_BYTES:
-        raise ConfigError(
-            f"{where}: field {name!r} has {len(raw)} bytes; at most {MAX_VALUE_BYTES} fit one value"
-        )
+        raise ConfigError(f"{where}: field {name!r} {too_large(len(raw))}")
     return raw
+
+
+def too_large(nbytes: int) -> str:
+    """What is wrong with a value of more than MAX_VALUE_BYTES. Pure."""
+    return f"has {nbytes} bytes; at most {MAX_VALUE_BYTES} fit one value"
 
 
 _EMPTY: Bytes = np.empty(0, np.uint8)
@@ -466,7 +473,7 @@ def _raw_bytes(name: str, value: object, where: str) -> Bytes:
         ) from None
     if view.itemsize != 1:
         raise ConfigError(f"{where}: field {name!r} is an array of {view.format}, not bytes")
-    return np.frombuffer(view.tobytes() if not view.contiguous else view.cast("B"), np.uint8)
+    return np.frombuffer(view.cast("B") if view.c_contiguous else view.tobytes(), np.uint8)
 
 
 def ragged_rows(name: str, field: Field, values: object, where: str) -> list[Bytes]:

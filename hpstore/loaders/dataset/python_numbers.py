@@ -23,7 +23,7 @@ def python_numbers(
 ) -> Array:
     """Numbers in lists as an array of a field's dtype. Raises ConfigError."""
     try:
-        found = np.array(value) if value else np.empty((0, *inner_shape), storage)
+        found = _array(storage, inner_shape, value)
     except (ValueError, OverflowError) as error:
         raise ConfigError(f"is a list that is no array: {error}") from error
     wanted = 2 if dtype == "bfloat16" else _LEVELS[storage.kind]
@@ -46,6 +46,17 @@ def python_numbers(
         for one in _flat(value):
             _require_exact(one)
     return made
+
+
+def _array(storage: np.dtype[Any], inner_shape: tuple[int, ...], value: list[Any]) -> Array:
+    """Lists as numpy has them, but for ints that it makes floats of. Raises ValueError and
+    OverflowError."""
+    if not value:
+        return np.empty((0, *inner_shape), storage)
+    found: Array = np.array(value)
+    if storage.kind in "iu" and found.dtype.kind in "fO" and set(map(type, _flat(value))) == {int}:
+        return np.array(value, storage)  # some beyond int64
+    return found
 
 
 def python_number(dtype: str, storage: np.dtype[Any], value: complex) -> Array:

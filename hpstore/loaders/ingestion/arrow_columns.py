@@ -33,7 +33,7 @@ def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
         return Field("str"), lambda column: column.to_pylist()
     if t.is_binary(kind) or t.is_large_binary(kind) or t.is_fixed_size_binary(kind):
         return Field("bytes"), lambda column: column.to_pylist()
-    if t.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+    if has_bytes_inside(arrow, kind):
         plain, convert = arrow_field(arrow, kind.field("bytes").with_name(field.name))
         return plain, lambda column: convert(_bytes_inside(column))
     if t.is_timestamp(kind) or t.is_duration(kind) or t.is_time64(kind) or t.is_date64(kind):
@@ -54,6 +54,15 @@ def arrow_field(arrow: Any, field: Any) -> tuple[Field, Convert]:
     raise ConfigError(
         f"column {field.name!r} is {kind}, which no field can hold; leave it out with fields="
     )
+
+
+def has_bytes_inside(arrow: Any, kind: Any) -> bool:
+    """Whether it is a struct with a binary `bytes`, as Hugging Face writes images."""
+    t = arrow.types
+    if not t.is_struct(kind) or kind.get_field_index("bytes") < 0:
+        return False
+    inner = kind.field("bytes").type
+    return bool(t.is_binary(inner) or t.is_large_binary(inner) or t.is_fixed_size_binary(inner))
 
 
 def _bytes_inside(column: Any) -> Any:

@@ -32,10 +32,12 @@ from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource
 from hpstore.loaders.ingestion.source_paths import SourceFile, file_facts, is_remote, local_path
 from hpstore.loaders.ingestion.source_rows import ItemRows, SourceItem, SourceRows
 from hpstore.loaders.ingestion.table_files import table_files
+from hpstore.units import MIB
 
 PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".feather", ".ipc")
-BATCH_ROWS = 4096
+BATCH_ROWS = 4096  # at most
+BATCH_BYTES = 8 * MIB  # about, of Parquet: what is read ahead is counted in whole batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,7 +333,8 @@ def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
     """Record batches of a block with these columns, each of bounded rows where Parquet is read."""
     if _is_parquet(block.file):
         with arrow.parquet.ParquetFile(_readable(arrow, block.file)) as opened:
-            yield from opened.iter_batches(BATCH_ROWS, row_groups=[block.part], columns=list(names))
+            rows = _batch_rows(opened.metadata.row_group(block.part), set(names))
+            yield from opened.iter_batches(rows, row_groups=[block.part], columns=list(names))
         return
     with _readable(arrow, block.file) as mapped:
         if _is_stream(block.file):
@@ -339,3 +342,14 @@ def _batches(arrow: Any, block: _Block, names: Sequence[str]) -> Iterator[Any]:
                 yield batch.select(list(names))
         else:
             yield arrow.ipc.open_file(mapped).get_batch(block.part).select(list(names))
+
+
+def _batch_rows(group: Any, names: set[str]) -> int:
+    """How many rows of a row group are read at once, by the bytes of these columns in it."""
+    columns = [group.column(place) for place in range(group.num_columns)]
+    nbytes = sum(
+        column.total_uncompressed_size
+        for column in columns
+        if column.path_in_schema.partition(".")[0] in names
+    )
+    return int(min(max(BATCH_BYTES * group.num_rows // max(nbytes, 1), 1), BATCH_ROWS))

@@ -73,7 +73,10 @@ class Hdf5Arrays(BlockwiseSource):
             self._fields[name] = self._field(name, found)
             lengths[name] = found.shape[0]
             chunk = found.chunks[0] if found.chunks else found.shape[0]
-            self._shapes[name] = (chunk, found.nbytes // max(1, found.shape[0]))
+            nbytes = found.nbytes
+            if found.dtype.kind == "O":  # those are places of values of any length
+                nbytes = max(nbytes, self._file.stat().st_size)
+            self._shapes[name] = (chunk, nbytes // max(1, found.shape[0]))
         if len(set(lengths.values())) != 1:
             said = ", ".join(f"{name} {count}" for name, count in lengths.items())
             groups = ", ".join(name for name in group if name not in lengths)

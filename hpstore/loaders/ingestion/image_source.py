@@ -18,7 +18,7 @@ import aiofiles.os
 import numpy as np
 
 from hpstore.errors import ConfigError, IngestError
-from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field, too_large
 from hpstore.loaders.dataset.many_ranges import read_files
 from hpstore.loaders.dataset.stored_values import StoredValues
 from hpstore.loaders.dataset.value_rows import Int64s, ValueRows
@@ -30,7 +30,7 @@ from hpstore.loaders.ingestion.sample_source import (
     printable,
     sliced,
 )
-from hpstore.loaders.ingestion.source_paths import MAX_DEPTH, leads_to, listed
+from hpstore.loaders.ingestion.source_paths import MAX_DEPTH, LinkedFolders, leads_to, listed
 from hpstore.loaders.ingestion.source_rows import (
     Column,
     ColumnRows,
@@ -75,8 +75,10 @@ class ImageFolder(IndexedSource):
         self._paths: list[str] = []
         labels: list[int] = []
         facts: list[tuple[int, int]] = []
+        self._links = LinkedFolders()
         for label, folder in enumerate(top or [""]):
-            self._scan(self._root / folder, folder, (), facts)
+            linked = (self._root / folder).is_symlink()
+            self._scan(self._root / folder, folder, (), facts, linked=linked)
             labels += [label] * (len(facts) - len(labels))
         if top:
             self.ignored += sum(not leads_to(entry.is_dir) for entry in listed(self._root))
@@ -96,6 +98,8 @@ class ImageFolder(IndexedSource):
         inside: str,
         above: tuple[tuple[int, int], ...],
         facts: list[tuple[int, int]],
+        *,
+        linked: bool,
     ) -> None:
         """Collect the images of a folder and of those in it, following links but no loops."""
         here = folder.stat()
@@ -106,7 +110,9 @@ class ImageFolder(IndexedSource):
         for entry in listed(folder):
             name = f"{inside}/{entry.name}" if inside else entry.name
             if leads_to(entry.is_dir):
-                self._scan(folder / entry.name, name, (*above, (here.st_dev, here.st_ino)), facts)
+                behind = self._links.behind(entry, linked=linked)
+                inner = (*above, (here.st_dev, here.st_ino))
+                self._scan(folder / entry.name, name, inner, facts, linked=behind)
             elif not self._is_image(entry):
                 self.ignored += 1
             else:
@@ -144,6 +150,9 @@ class ImageFolder(IndexedSource):
         return int(self._sizes[index])
 
     def load(self, index: int) -> SourceItem:
+        if self._sizes[index] > MAX_VALUE_BYTES:
+            problem = too_large(int(self._sizes[index]))
+            return SourceItem(name=self.name_of(index), origin=index, problem=problem)
         try:
             data = self._bytes(index)
         except OSError as error:
@@ -195,18 +204,13 @@ class ImageFolder(IndexedSource):
         return ValueRows.of(memory, starts, sizes)
 
     def _bytes(self, index: int) -> bytes:
-        """The whole file."""
+        """The whole file, or more than a value may have of one that has grown so far."""
         descriptor = os.open(self._prefix + self._paths[index], os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with open(descriptor, "rb") as file:
             size = int(self._sizes[index])
-            data = os.read(descriptor, size + 1)
-            while len(data) != size:  # it has changed since the scan, or not all came at once
-                more = os.read(descriptor, MIB)
-                if not more:
-                    break
-                data += more
-        finally:
-            os.close(descriptor)
+            data = file.read(size + 1)
+            if len(data) > size:  # it has changed since the scan
+                data += file.read(MAX_VALUE_BYTES + 1 - len(data))
         return data
 
     def _ending(self, index: int) -> str:

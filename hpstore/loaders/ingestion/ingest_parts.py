@@ -27,7 +27,7 @@ from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.ingest_run import fields_by_look
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import discard, replaceable
-from hpstore.loaders.ingestion.sample_source import Source
+from hpstore.loaders.ingestion.sample_source import Source, printable
 from hpstore.loaders.ingestion.source_formats import ENDINGS, SourceFormat, format_of
 from hpstore.loaders.ingestion.source_paths import is_remote, local_path, source_files
 from hpstore.loaders.ingestion.write_order import IngestPosition, records_of
@@ -354,7 +354,7 @@ def _published(
     prints = [made[job.part] for job in jobs]
     laid = jobs[0].laid
     lineage = {
-        "source": jobs[0].sources[0],
+        "source": printable(jobs[0].sources[0]),
         "sources": sum(len(job.sources) for job in jobs),
         "format": jobs[0].format,
         "fingerprint": digest128(json.dumps(prints).encode()).hex(),

@@ -38,6 +38,7 @@ from hpstore.loaders.ingestion.sample_source import (
     FieldsChanged,
     IndexedSource,
     Source,
+    printable,
     require_unchanged,
 )
 from hpstore.loaders.ingestion.source_rows import GROUP_BYTES, SourceItem
@@ -371,7 +372,7 @@ class _Run:
 
     def _lineage(self, start: Progressed) -> dict[str, object]:
         return {
-            "source": self.source.where,
+            "source": printable(self.source.where),
             "format": self.source.kind,
             "fingerprint": start.source,
             "order": start.plan["order"],
@@ -443,7 +444,8 @@ class _Run:
                 f"{item.name}: {problem}. Nothing is visible; {parts.progressed.rows} samples are "
                 "kept. Is this the right source? max_skipped (--max-skipped) allows more"
             )
-        parts.skip(Skipped(name=item.name, origin=item.origin, problem=problem))
+        name, problem = printable(item.name), printable(problem)
+        parts.skip(Skipped(name=name, origin=item.origin, problem=problem))
 
     def _bad(self, name: str, problem: str, rows: int) -> IngestError:
         return IngestError(

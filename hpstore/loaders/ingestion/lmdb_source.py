@@ -63,8 +63,13 @@ class LmdbRecords(BlockwiseSource):
         options = {"readonly": True, "lock": False, "subdir": False, "create": False}
         name = self._database.encode()
         with self._lmdb.open(str(self._file), max_dbs=1 if name else 0, **options) as opened:
-            database = opened.open_db(name, create=False) if name else None
+            database = opened.open_db(name, create=False) if name else opened.open_db()
             with opened.begin(db=database) as seen, seen.cursor() as cursor:
+                if database.flags(seen)["dupsort"]:  # blocks begin at keys
+                    raise ConfigError(
+                        f"{self.where} has keys with several values (MDB_DUPSORT), which are not "
+                        "read: copy it into a database without"
+                    )
                 yield cursor
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, digest_of
 from hpstore.loaders.ingestion.source_rows import Sample, SourceItem
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of an object
 
 
 class Indexable(Protocol):
@@ -154,16 +157,27 @@ def _whole(sample: dict[str, object], given: Sequence[object]) -> Sample:
 
 
 def shape_of(sample: Sample) -> list[object]:
-    """JSON that tells samples apart: names, types and a digest of the bytes."""
+    """JSON that tells samples apart: names, types and a digest of the bytes, where they have any
+    (a value may be anything, and be left out)."""
     rows: list[object] = []
     for name, value in sample.items():
-        if isinstance(value, torch.Tensor):
-            raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        elif isinstance(value, bytes | bytearray | memoryview):
-            raw = bytes(value)
-        elif value is None or isinstance(value, str | int | float | bool | complex | dict | list):
-            raw = repr(value).encode()  # numpy would take dicts for their addresses in memory
-        else:
-            raw = np.asarray(value).tobytes()
+        try:
+            raw = _raw_bytes(value)
+        except (RuntimeError, TypeError, ValueError):  # sparse, of several shapes
+            raw = b""
         rows.append([name, type(value).__name__, hashlib.blake2b(raw, digest_size=16).hexdigest()])
     return rows
+
+
+def _raw_bytes(value: object) -> bytes:
+    """What distinguishes values of one type; nothing that is another in the next process."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    if value is None or isinstance(value, str | int | float | bool | complex):
+        return repr(value).encode(errors="surrogatepass")
+    if isinstance(value, dict | list):
+        return _ADDRESS.sub("", repr(value)).encode(errors="surrogatepass")
+    array = np.asarray(value)
+    return b"" if array.dtype.hasobject else array.tobytes()  # those are addresses in memory

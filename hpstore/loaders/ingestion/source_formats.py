@@ -144,7 +144,13 @@ def options_of(given: Mapping[str, object] | None) -> dict[str, Any]:
     """The options as a dict. Raises ConfigError for what is none."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigError(f"source_options are a {type(given).__name__}: give a dict")
-    return dict(given or {})
+    options = dict(given or {})
+    for name in ("delimiter", "group", "database"):
+        if not isinstance(options.get(name, ""), str):
+            raise ConfigError(f"option {name} is {options[name]!r}, not a text")
+    if not isinstance(options.get("storage") or {}, Mapping):
+        raise ConfigError(f"option storage is {options['storage']!r}: give a dict")
+    return options
 
 
 def refuse_options(what: str, given: Mapping[str, object], known: Collection[str]) -> None:

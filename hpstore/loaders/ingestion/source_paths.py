@@ -20,6 +20,7 @@ SourceFile = Path | RemoteFile
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 MAX_FILES = 1_000_000
 MAX_DEPTH = 64  # of folders in each other
+MAX_LINKED = 1_000_000  # folders behind links
 
 
 def local_path(where: str | os.PathLike[str]) -> str:
@@ -91,10 +92,26 @@ def _matching(pattern: str) -> list[str]:
         if not os.path.isfile(pattern):
             raise ConfigError(f"{pattern} does not exist")
         return [pattern]
-    return [path for path in _found(pattern) if os.path.isfile(path)]
+    return [path for path in _found(pattern, LinkedFolders()) if os.path.isfile(path)]
 
 
-def _found(pattern: str) -> Iterator[str]:
+class LinkedFolders:
+    """Counts folders that lie behind links: two links in each of 64 lead to 2^64 of them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def behind(self, entry: os.DirEntry[str], *, linked: bool) -> bool:
+        """Whether this folder lies behind a link, as the one that it is in does if `linked`. Raises
+        IngestError where there are too many."""
+        linked = linked or entry.is_symlink()
+        self._count += linked
+        if self._count > MAX_LINKED:
+            raise IngestError(f"{entry.path}: more than {MAX_LINKED:,} folders lie behind links")
+        return linked
+
+
+def _found(pattern: str, links: LinkedFolders) -> Iterator[str]:
     """As glob has it, but `**` follows no loop of links. Raises IngestError."""
     parts = pattern.split("/")
     if "**" not in parts:
@@ -104,11 +121,13 @@ def _found(pattern: str) -> Iterator[str]:
     top, rest = "/".join(parts[:at]), "/".join(parts[at + 1 :])
     tops = glob.glob(top or ("/" if at else "."))
     for folder in filter(os.path.isdir, tops):
-        for inside in _folders(folder, ()):
-            yield from _found(os.path.join(glob.escape(inside), rest or "*"))
+        for inside in _folders(folder, (), links, linked=False):
+            yield from _found(os.path.join(glob.escape(inside), rest or "*"), links)
 
 
-def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
+def _folders(
+    folder: str, above: tuple[tuple[int, int], ...], links: LinkedFolders, *, linked: bool
+) -> Iterator[str]:
     """A folder and those in it, but for hidden ones, and those that may not be listed."""
     try:
         here, inside = os.stat(folder), listed(folder)
@@ -122,7 +141,9 @@ def _folders(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[str]:
     yield folder
     for entry in inside:
         if not entry.name.startswith(".") and leads_to(entry.is_dir):
-            yield from _folders(entry.path, (*above, (here.st_dev, here.st_ino)))
+            behind = links.behind(entry, linked=linked)
+            inner = (*above, (here.st_dev, here.st_ino))
+            yield from _folders(entry.path, inner, links, linked=behind)
 
 
 def listed(folder: str | Path) -> list[os.DirEntry[str]]:

@@ -18,6 +18,7 @@ import numpy as np
 from hpstore.errors import ConfigError, IngestError
 from hpstore.format.untrusted_bytes import MALFORMED, brief, most_inflated
 from hpstore.loaders.dataset.fields import Field
+from hpstore.loaders.dataset.json_values import parse_value
 from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS, FilePosition, decompressed
 from hpstore.loaders.ingestion.infer_fields import infer_fields
 from hpstore.loaders.ingestion.optional_packages import needed
@@ -41,7 +42,8 @@ class TfRecords(InferredFields):
     """Examples of TFRecord files; a block is a file. What has another checksum is a bad record.
 
     A feature is a scalar (int64, float32) or bytes where each of the first 1000 examples has one
-    value, else a ragged array; of bytes several are refused. fields={...: Field("str")} is text.
+    value, else a ragged array; several byte strings are refused. As fields={...: Field("str")} a
+    value is text, as Field("str", (None,)) several are, and so on for images and JSON.
     """
 
     kind = "tfrecord"
@@ -145,8 +147,8 @@ def example_fields(examples: Sequence[Mapping[str, Any]]) -> dict[str, Field]:
         for name, value in example.items():
             if isinstance(value, list) and name not in single:
                 raise ConfigError(
-                    f"feature {name!r} has several byte strings or none, which no field can hold; "
-                    "leave it out with fields=[...]"
+                    f"feature {name!r} has several byte strings or none, which is taken as a list "
+                    "of texts alone: fields={...: Field('str', (None,))}, or leave it out"
                 )
             sample[name] = value[0] if name in single else value
         samples.append(sample)
@@ -168,21 +170,42 @@ def _typed(examples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _value(name: str, found: Mapping[str, Any], made: Field) -> object:
     """A feature as the field has it. Raises ConfigError."""
+    if made.optional and found.get(name, _UNSET) is _UNSET:
+        return None
     if name not in found:
         raise ConfigError(f"it lacks {name!r}; it has {sorted(found)[:20]}")
-    value = found[name]
-    if made.dtype in ("bytes", "str") or not made.shape:
-        if len(value) != 1 or isinstance(value, list) is not (made.dtype in ("bytes", "str")):
+    value, raw = found[name], made.is_bytes or made.is_json or made.dtype == "str"
+    if made.dtype == "str" and made.shape:
+        return [_text(name, one) for one in _several(name, value)]
+    if raw or not made.shape:
+        if len(value) != 1 or isinstance(value, list) is not raw:
             raise ConfigError(f"{name!r} has {len(value)} values, the field is one {made.dtype}")
         value = value[0]
     elif value is _UNSET:
         return np.empty((0, *made.inner_shape), made.storage)
-    if made.dtype == "str":
+    if made.is_json:
         try:
-            return value.decode()
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{name!r} is no UTF-8: {error.reason}") from None
+            return parse_value(made.dtype, value)
+        except ValueError as error:
+            raise ConfigError(f"{name!r}: {error}") from None
+    return _text(name, value) if made.dtype == "str" else value
+
+
+def _several(name: str, value: Any) -> list[bytes]:
+    """The values of a feature of texts; none where it is not set. Raises ConfigError."""
+    if value is _UNSET:
+        return []
+    if not isinstance(value, list):
+        raise ConfigError(f"{name!r} has numbers, the field is a list of texts")
     return value
+
+
+def _text(name: str, value: bytes) -> str:
+    """UTF-8 as text. Raises ConfigError."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name!r} is no UTF-8: {error.reason}") from None
 
 
 def read_frames(

@@ -17,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from hpstore.format.untrusted_bytes import most_inflated
-from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field
+from hpstore.loaders.dataset.fields import MAX_VALUE_BYTES, Field, too_large
 from hpstore.loaders.dataset.json_values import parse_value
 from hpstore.loaders.dataset.many_ranges import decimals
 from hpstore.loaders.dataset.stored_values import StoredValues
@@ -235,6 +235,9 @@ class TarShards(IndexedSource):
                 for member in self._index.members(index):
                     if not self._wanted.takes(member.extension):
                         continue
+                    if member.nbytes > MAX_VALUE_BYTES:
+                        problem = f".{member.extension} {too_large(member.nbytes)}"
+                        return SourceItem(name=name, origin=index, problem=problem)
                     file.seek(member.offset)
                     parts[member.extension] = file.read(member.nbytes)
                     if len(parts[member.extension]) < member.nbytes:
@@ -274,7 +277,7 @@ class TarShards(IndexedSource):
         table = None
         if self.broken.keys().isdisjoint(indices):
             table = self._index.table(samples)
-        if table is not None:
+        if table is not None and int(table.sizes.max(initial=0)) <= MAX_VALUE_BYTES:
             with contextlib.suppress(OSError, BadMember):
                 members = read_members(self._files, table, self._wanted.takes)
                 columns = self._wanted.columns(table, members)

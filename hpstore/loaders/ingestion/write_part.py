@@ -19,7 +19,7 @@ from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.stored_manifests import published_manifest
 from hpstore.loaders.ingestion.infer_fields import fitted, fitted_columns
 from hpstore.loaders.ingestion.open_source import open_source
-from hpstore.loaders.ingestion.sample_source import Source, require_unchanged
+from hpstore.loaders.ingestion.sample_source import Source, printable, require_unchanged
 from hpstore.loaders.ingestion.write_order import IngestPosition, PlacedRows, records_of
 from hpstore.loaders.writer.dataset_writer import DatasetWriter
 from hpstore.pool.pool import Pool
@@ -136,7 +136,7 @@ def _facts(job: PartJob, opened: Sequence[Source], prints: list[str]) -> dict[st
         "laid": dict(job.laid),
     }
     digest = digest128(json.dumps(facts, sort_keys=True).encode()).hex()
-    return {**common, LINEAGE: {"source": job.sources[0], "fingerprint": digest}}
+    return {**common, LINEAGE: {"source": printable(job.sources[0]), "fingerprint": digest}}
 
 
 def _part_there(pool: Pool, job: PartJob, facts: Mapping[str, object]) -> PartReport | None:

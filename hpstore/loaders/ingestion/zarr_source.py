@@ -14,14 +14,16 @@ import zarr
 from zarr.errors import BaseZarrError
 
 from hpstore.errors import ConfigError
+from hpstore.format.untrusted_bytes import MALFORMED
 from hpstore.loaders.dataset.fields import BFLOAT16, DTYPES, Array, Field
 from hpstore.loaders.dataset.zarr_attributes import is_bfloat16, masks_of
+from hpstore.loaders.ingestion.compressed_files import STREAM_ERRORS
 from hpstore.loaders.ingestion.sample_source import BLOCK_SHIFT, BlockwiseSource, digest_of
 from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.units import MIB, div_ceil
 
 BLOCK_BYTES = 64 * MIB
-_ERRORS = (BaseZarrError, OSError, ValueError, RuntimeError)  # of what cannot be read
+_ERRORS = (BaseZarrError, RuntimeError, *STREAM_ERRORS, *MALFORMED)  # of what cannot be read
 
 
 class ZarrArrays(BlockwiseSource):

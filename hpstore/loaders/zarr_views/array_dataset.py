@@ -14,7 +14,7 @@ import zarr
 
 from hpstore.errors import ConfigError
 from hpstore.format.checksum import digest128
-from hpstore.loaders.dataset.dataset import Sample
+from hpstore.loaders.dataset.dataset import Sample, sample_numbers
 from hpstore.loaders.dataset.fields import Array, Value
 from hpstore.loaders.dataset.zarr_attributes import is_bfloat16
 
@@ -92,9 +92,10 @@ class ZarrDataset(torch.utils.data.Dataset[Sample]):
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Samples in the order of `indices`; tensors are views of one array a field.
 
-        A negative index counts from the end. Raises IndexError, and what the store raises.
+        A negative index counts from the end. Raises ConfigError for what is no whole number,
+        IndexError, and what the store raises.
         """
-        rows = np.array(indices, np.int64).reshape(-1)
+        rows = sample_numbers(indices, len(self)).reshape(-1)
         bad = rows[(rows < -len(self)) | (rows >= len(self))]
         if len(bad):
             raise IndexError(f"sample {bad[0]} of a data set of {len(self)}")
