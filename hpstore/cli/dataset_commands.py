@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -137,7 +138,8 @@ def _options(given: list[str]) -> dict[str, object]:
         name, equals, value = each.partition("=")
         if not equals:
             raise typer.BadParameter(f"{each!r} is not NAME=VALUE", param_hint="--option")
-        made[name] = int(value) if name == "record_tokens" and value.isdecimal() else value
+        number = name == "record_tokens" and re.fullmatch("0|[1-9][0-9]*", value)
+        made[name] = int(value) if number else value
     return made
 
 

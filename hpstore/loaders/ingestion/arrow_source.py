@@ -73,6 +73,7 @@ class ArrowTables(BlockwiseSource):
         self._blocks: list[_Block] = []
         self._schema: Any = None  # Any: pyarrow ships no types
         self._first: tuple[SourceFile, dict[str, Any]] | None = None  # file that it is of, types
+        self._nullable: set[str] = set()  # in any of the files
         for file in self._files:
             self._open(file)
         if self._schema is None:
@@ -128,7 +129,21 @@ class ArrowTables(BlockwiseSource):
                 f"{file} has other columns than {first.name}: {_differences(known, columns)}. "
                 "Nothing was written; name the files of one table with a pattern"
             )
+        self._require_same_classes(file, schema)
+        self._nullable |= {field.name for field in schema if field.nullable}
         self._blocks += [_Block(file=file, part=i, rows=count) for i, count in enumerate(rows)]
+
+    def _require_same_classes(self, file: SourceFile, schema: Any) -> None:
+        """Raise IngestError where a file's class numbers stand for other classes."""
+        assert self._first is not None
+        known = recorded_classes(self._schema)
+        for name, classes in recorded_classes(schema).items():
+            if known.get(name, classes) != classes:
+                raise IngestError(
+                    f"{file}: numbers of {name!r} stand for other classes than in "
+                    f"{self._first[0].name}: {str(classes)[:200]}, not {str(known[name])[:200]}. "
+                    "Nothing was written; make them a column of texts, or ingest each by itself"
+                )
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._types = types  # whether they are optional, and codes of dictionaries: else its own
@@ -206,7 +221,7 @@ class ArrowTables(BlockwiseSource):
 
     def _may_be_null(self, name: str) -> bool:
         inside = name not in self._partitions.schema.names
-        return bool(inside and self._schema.field(name).nullable)
+        return inside and name in self._nullable
 
     def recall(self, fields: Mapping[str, Field]) -> None:
         self.restrict(list(fields), {})

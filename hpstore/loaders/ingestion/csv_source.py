@@ -167,6 +167,12 @@ class CsvFiles(InferredFields):
         told = csv_fields(columns)
         return {name: self._types.get(name) or told[name] for name in names}
 
+    def keep_whole(self) -> None:
+        more = [name for name in self._columns() if name not in self.fields]
+        if more:
+            raise ConfigError(f"{self.where} has {more[0]!r}, which what was written before lacks")
+        super().keep_whole()
+
     def fingerprint(self) -> str:
         """Over the delimiter, and the path, size and time of change of every file."""
         return digest_of([self.kind, self._delimiter, *file_facts(self._files)])

@@ -12,7 +12,7 @@ from hpstore.loaders.dataset.dataset_versions import change_dataset, read_manife
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.publish_dataset import joined_content
 from hpstore.loaders.dataset.stored_manifests import require_same_columns
-from hpstore.loaders.ingestion.sample_source import Source
+from hpstore.loaders.ingestion.sample_source import InferredFields, Source
 from hpstore.loaders.writer.dataset_writer import require_same_fields
 from hpstore.pool.pool import Pool
 
@@ -32,6 +32,19 @@ def append_base(
     base = read_manifest(pool, name)
     require_same_columns(pool, name, base)
     return base
+
+
+def fields_of_base(name: str, base: DatasetManifest, source: Source) -> dict[str, Field]:
+    """Those of the dataset that is appended to. Raises ConfigError where a source with a schema has
+    more: they would be left out without a word."""
+    known = {} if isinstance(source, InferredFields) else source.fields or {}
+    more = [field for field in known if field not in base.fields]
+    if more:
+        raise ConfigError(
+            f"{source.where} has {more[0]!r}, which data set {name!r} lacks: "
+            f"fields={list(base.fields)} leaves it out. Nothing was appended"
+        )
+    return dict(base.fields)
 
 
 def require_same_meaning(base: DatasetManifest, source: Source) -> None:

@@ -29,7 +29,11 @@ from hpstore.loaders.dataset.fields import Field, check_fields, require_no_text
 from hpstore.loaders.dataset.record_layout import SHARD_BYTES
 from hpstore.loaders.dataset.stored_manifests import require_pool
 from hpstore.loaders.ingestion.infer_fields import LOOKED_AT, fitted, fitted_columns, infer_fields
-from hpstore.loaders.ingestion.ingest_append import append_base, require_same_meaning
+from hpstore.loaders.ingestion.ingest_append import (
+    append_base,
+    fields_of_base,
+    require_same_meaning,
+)
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
@@ -233,17 +237,18 @@ class _Run:
     def _once(
         self, fields: Fields | None, *, resume: bool
     ) -> tuple[DatasetManifest, Progressed, int]:
-        self.whole = fields is None and self.source.fields is None
+        asked = fields
+        self.whole = asked is None and self.source.fields is None
         journal = Journal(self.pool, self.name)
         found, gone = self._earlier(journal, resume)
         if self.base is not None and fields is None:
-            fields = dict(self.base.fields)
+            fields = fields_of_base(self.name, self.base, self.source)
         recalled = found is not None and not isinstance(fields, Mapping)
         if found is not None and not isinstance(fields, Mapping):
             if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
                 raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
             fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
-        chosen, records, ahead = self._opened(fields, recalled=recalled)
+        chosen, records, ahead = self._opened(fields, recalled=recalled, whole=asked is None)
         if self.base is not None:
             require_same_fields(self.name, self.base, chosen)
         start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
@@ -314,15 +319,17 @@ class _Run:
         return found
 
     def _opened(
-        self, fields: Fields | None, *, recalled: bool
+        self, fields: Fields | None, *, recalled: bool, whole: bool
     ) -> tuple[dict[str, Field], Records, Generator[PlacedRows, None, None]]:
         """Fields, the records in the order of writing, and these from the first one on. `recalled`:
-        the fields are what an earlier run had from the source."""
+        the fields are what an earlier run had from the source; `whole`: the user chose none."""
         if recalled and isinstance(fields, Mapping):
             self.source.recall(fields)
         elif fields is not None:
             types = fields if isinstance(fields, Mapping) else {}
             self.source.restrict(list(fields), types)
+        if whole and fields is not None:
+            self.source.keep_whole()
         known = self.source.fields
         if known is not None and fields is not None:
             for name in fields:

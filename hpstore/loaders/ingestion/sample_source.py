@@ -70,6 +70,10 @@ class Source(ABC):
         """Read these fields, which an earlier run of the same ingest had from the source itself."""
         self.restrict(list(fields), fields)
 
+    def keep_whole(self) -> None:  # noqa: B027 (one schema of all records says what there is)
+        """After restrict() or recall() of fields that the user did not choose: a record that has
+        others is a bad one, as it was before, not one without them. Raises ConfigError."""
+
 
 def require_unchanged(source: Source, before: str) -> None:
     """Raise IngestError where files were changed while they were read. `before`: the fingerprint
@@ -175,6 +179,9 @@ class InferredFields(BlockwiseSource):
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._names, self._types, self._fields = list(names), dict(types), None
+
+    def keep_whole(self) -> None:
+        self._fields, self._names = self.fields, None
 
     @property
     def fields(self) -> dict[str, Field]:

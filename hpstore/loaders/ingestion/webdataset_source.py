@@ -214,6 +214,9 @@ class TarShards(IndexedSource):
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._wanted = replace(self._wanted, names=frozenset(names), types=types)
 
+    def keep_whole(self) -> None:
+        self._wanted = replace(self._wanted, names=None)
+
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every tar."""
         return digest_of([self.kind, *file_facts(self._files)])
@@ -317,6 +320,9 @@ class TarStreams(BlockwiseSource):
 
     def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
         self._wanted = replace(self._wanted, names=frozenset(names), types=types)
+
+    def keep_whole(self) -> None:
+        self._wanted = replace(self._wanted, names=None)
 
     def fingerprint(self) -> str:
         """Over the path, size and time of change of every tar."""

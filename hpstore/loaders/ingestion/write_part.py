@@ -99,6 +99,8 @@ def _opened(path: str, job: PartJob) -> Source:
     if known is not None:
         _require_alike(source, known, job)
     source.recall(job.fields)
+    if job.whole:
+        source.keep_whole()
     return source
 
 
