@@ -40,7 +40,8 @@ class _State:
 
     def encode(self) -> bytes:
         """For the register."""
-        return json.dumps({"c": self.counter, "n": self.nonce, "o": self.owner}).encode()
+        owner = self.owner.encode("ascii", "replace").decode()  # 6 bytes a character in JSON
+        return json.dumps({"c": self.counter, "n": self.nonce, "o": owner}).encode()
 
     @classmethod
     def of(cls, register: Register) -> _State:

@@ -245,7 +245,10 @@ class HostDevice:
 
     def read_small(self, path: str, max_bytes: int) -> bytes:
         limit = min(max_bytes, MOST_BODY_BYTES)
-        return self._links.call("read_small", {"path": path, "most": limit}, again=True)
+        found = self._links.call("read_small", {"path": path, "most": limit}, again=True)
+        if len(found) > limit:
+            raise DeviceError(f"{path} on {self.url} is larger than {limit} bytes", device=self.url)
+        return found
 
     def write_small(self, path: str, data: bytes) -> None:
         if len(data) > MAX_RECORD_BYTES:
@@ -365,16 +368,18 @@ class HostDevice:
         return Usage.of_numbers(self._numbers(self._links.json("usage", again=True), 6))
 
     def hold(self, offset: int, nbytes: int) -> HostHold:
-        return self._held(*self._made("hold", {"offset": offset, "nbytes": nbytes}))
+        return self._held(nbytes, *self._made("hold", {"offset": offset, "nbytes": nbytes}))
 
     def begin_hold(self, offset: int, nbytes: int) -> Sent[HostHold] | None:
         """As HostDisk has it."""
         sent = self._begin_made("hold", {"offset": offset, "nbytes": nbytes})
-        return None if sent is None else sent.then(lambda made: self._held(*made))
+        return None if sent is None else sent.then(lambda made: self._held(nbytes, *made))
 
-    def _held(self, handle: str, found: bytes) -> HostHold:
+    def _held(self, nbytes: int, handle: str, found: bytes) -> HostHold:
         try:
             taken, record, content = decode_held(found)
+            if taken and len(content) != nbytes:
+                raise IntegrityError(f"a lock of {nbytes} bytes came with {len(content)}")
         except IntegrityError as error:
             self._links.give_up(handle)
             raise DeviceError(f"device {self.url}: {error}", device=self.url) from error

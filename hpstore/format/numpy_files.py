@@ -117,8 +117,11 @@ def _read_header(file: IO[bytes]) -> _Header:
     if size > _MOST_HEADER_BYTES or len(text) < size:
         raise ValueError(f"its header of {size} bytes is cut short or too long")
     decoded = text.decode("utf-8" if head[6] == 3 else "latin1")
-    with warnings.catch_warnings(action="ignore"):  # of odd literals
-        body = ast.literal_eval(_LONG.sub("", decoded))
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of odd literals
+            body = ast.literal_eval(_LONG.sub("", decoded))
+    except MemoryError:  # what the parser of Python says of 9,000 signs in a row
+        raise ValueError("its header is nested too deeply") from None
     if not isinstance(body, dict) or body.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("its header has not the entries of one")
     shape = body["shape"]

@@ -227,6 +227,11 @@ class PoolRecord:
         """Evicted devices whose columns have not been made up for by a whole rebuild yet."""
         return frozenset(m.device_id for m in self.evicted if m.state is not DeviceState.HEALED)
 
+    def unhealed_since(self) -> dict[str, int]:
+        """The same with when each was evicted: one that left twice is two losses."""
+        unhealed = self.unhealed()
+        return {m.device_id: m.since_ms for m in self.evicted if m.device_id in unhealed}
+
     def weight(self, devices: Collection[str]) -> int:
         """Most columns of one object that these devices can hold: by failure domain, as far as
         `spread` bounds that, else one each (PROTOCOL 14)."""

@@ -413,10 +413,12 @@ def with_registers(record: PoolRecord, place: RegisterPlace) -> PoolRecord:
     return replace(new, registers=place)
 
 
-def with_healed(record: PoolRecord, healed: Collection[str]) -> PoolRecord:
-    """The next generation, in which these evicted devices have been made up for."""
+def with_healed(record: PoolRecord, healed: Mapping[str, int]) -> PoolRecord:
+    """The next generation, in which devices that were evicted at these times (ms) have been made up
+    for, unless they came back and were evicted again since."""
     evicted = [
-        replace(m, state=DeviceState.HEALED) if m.device_id in healed else m for m in record.evicted
+        replace(m, state=DeviceState.HEALED) if healed.get(m.device_id) == m.since_ms else m
+        for m in record.evicted
     ]
     return record.successor(members=record.members, evicted=evicted, nonce=secrets.token_hex(8))
 

@@ -28,7 +28,13 @@ from hpstore.agreement.registers import (
 )
 from hpstore.config import private_directory
 from hpstore.devices.base import Device
-from hpstore.errors import ConfigError, IntegrityError, RegistersForeign, RegistersUnavailable
+from hpstore.errors import (
+    ConfigError,
+    HpstoreError,
+    IntegrityError,
+    RegistersForeign,
+    RegistersUnavailable,
+)
 from hpstore.format.records import FORMAT, seal, unseal
 from hpstore.format.untrusted_bytes import parsing
 from hpstore.locks import file_lock
@@ -63,7 +69,8 @@ class RunRegisters:
     def update(self, name: str, change: Change, *, what: str) -> Register:
         directory = self._directory()
         limit = self._store.settings.lock_deadline_seconds
-        with file_lock(directory, f"{name}.lock", self._store.clock, limit, what):
+        lock = file_lock(directory, f"{name}.lock", self._store.clock, limit, what)
+        with _usable(directory), lock:
             path = directory / f"{name}.json"
             now = _read(path)
             value = change(now)
@@ -88,7 +95,12 @@ class RunRegisters:
         limit = self._store.settings.lock_deadline_seconds
         if deadline_seconds is not None:
             limit = deadline_seconds
-        with file_lock(self._directory(), f"{name}.lock", self._store.clock, limit, what):
+        directory = self._directory()
+        with contextlib.ExitStack() as held:
+            with _usable(directory):
+                held.enter_context(
+                    file_lock(directory, f"{name}.lock", self._store.clock, limit, what)
+                )
             yield NothingToKeep()
 
     @contextmanager
@@ -163,7 +175,8 @@ class RunRegisters:
     def _settle(self, directory: Path, machine: str, boot: str) -> Place:
         """Name this directory on the devices, and look what came of it."""
         body: dict[str, object] = {"machine": machine, "boot": boot, "directory": str(directory)}
-        with file_lock(directory, "token.lock", self._store.clock, 5.0, "registers"):
+        lock = file_lock(directory, "token.lock", self._store.clock, 5.0, "registers")
+        with _usable(directory), lock:
             # under the lock: of several that begin at once all must name the token of the first
             before = self._token_in(directory)
             token = before or secrets.token_hex(16)
@@ -177,6 +190,20 @@ class RunRegisters:
         if found is None:
             raise RegistersUnavailable("no device could be written. Nothing was changed.")
         return found
+
+
+@contextmanager
+def _usable(directory: Path) -> Iterator[None]:
+    """Raise RegistersUnavailable for what the directory's filesystem raises: full, read-only."""
+    try:
+        yield
+    except HpstoreError:
+        raise
+    except OSError as error:
+        raise RegistersUnavailable(
+            f"the run directory {directory} cannot be used: {error.strerror or error}. Nothing was "
+            "changed. Make room there, or set run_directory in pool.toml"
+        ) from error
 
 
 def _read(path: Path) -> Register:

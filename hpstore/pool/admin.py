@@ -280,7 +280,7 @@ class PoolAdmin:
         self._session.require_writable()
         self._session.refresh()
         with self.repairing("rebuild", gives_way=gives_way):
-            unhealed = self._store.view.record.unhealed()
+            unhealed = self._store.view.record.unhealed_since()
             report = rebuild_all(
                 self._store,
                 progress=progress,
@@ -412,9 +412,9 @@ class PoolAdmin:
                 )
             self.clock.wait(_WAIT_SECONDS)
 
-    def _mark_healed(self, devices: Collection[str]) -> None:
-        """Write down that evicted devices have been made up for. Left to the next rebuild where the
-        membership cannot be changed now: the report of the rebuild is returned anyway."""
+    def _mark_healed(self, devices: Mapping[str, int]) -> None:
+        """Write down that devices evicted then (ms) have been made up for. Left to the next rebuild
+        where the membership cannot be changed now: the report is returned anyway."""
         try:
             with self._session.change():
                 record = self._store.view.record

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hpstore.errors import ConfigError
 
+_MOST_GROUP = (1 << 32) - 1  # which fchown takes for "leave it"
 _WANTED = {stat.S_IFDIR: os.R_OK | os.W_OK | os.X_OK, stat.S_IFREG: os.R_OK | os.W_OK}
 
 
@@ -33,8 +34,10 @@ def group_name(number: int) -> str:
 def group_number(group: str) -> int:
     """The number of a group given by name or number. Raises ConfigError where there is none."""
     try:
-        return int(group) if group.isdigit() else grp.getgrnam(group).gr_gid
-    except KeyError as error:
+        if group.isascii() and group.isdigit() and int(group) < _MOST_GROUP:
+            return int(group)
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, ValueError) as error:  # Value: a NUL
         raise ConfigError(
             f"there is no group {group!r} on this host: make it first, or give its number"
         ) from error

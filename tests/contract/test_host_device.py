@@ -12,6 +12,8 @@ pytest.importorskip("httptools", reason="needs the extra hosts")
 
 from hpstore.devices import Device, LocalDevice
 from hpstore.devices.host_device import HostDevice
+from hpstore.errors import DeviceError
+from hpstore.format.host_calls import encode_held
 from hpstore.hosts.host_service import HostService
 from hpstore.testing.device_contract import DeviceContract
 from hpstore.units import MIB
@@ -51,3 +53,22 @@ class TestHostDevice(DeviceContract):
 
     def make_full(self, device: Device, patch: pytest.MonkeyPatch) -> None:
         no_room(patch)
+
+
+def test_answers_of_another_size_than_was_asked_for_are_errors_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of 200 MB went to the parser, and a lock without its bytes was a struct.error."""
+    case = TestHostDevice()
+    device = case.make_device(tmp_path)
+    assert isinstance(device, HostDevice)
+    monkeypatch.setattr(device._links, "call", lambda *_, **__: b"x" * 11)
+    with pytest.raises(DeviceError, match=r"pool\.json on .* is larger than 10 bytes"):
+        device.read_small("pool.json", 10)
+    monkeypatch.undo()
+    for content in (b"", b"x" * 1025):
+        answer = encode_held(True, None, content)
+        monkeypatch.setattr(device, "_made", lambda *_, found=answer: ("h", found))
+        with pytest.raises(DeviceError, match=f"1024 bytes came with {len(content)}"):
+            device.hold(0, 1024)
+    device.close()

@@ -20,7 +20,7 @@ import pytest
 
 from hpstore.config import load_config
 from hpstore.errors import ConfigError, IngestError, IntegrityError, MalformedFile
-from hpstore.format.numpy_files import npz_arrays
+from hpstore.format.numpy_files import mapped_npy, npz_arrays
 from hpstore.loaders.cache.messages import TURNS, address, listen
 from hpstore.loaders.ingestion import open_source
 from hpstore.loaders.ingestion.arrow_source import ArrowTables
@@ -29,6 +29,7 @@ from hpstore.loaders.ingestion.sample_source import IndexedSource, Source
 from hpstore.loaders.ingestion.source_rows import SourceItem
 from hpstore.loaders.ingestion.webdataset_source import webdataset
 from hpstore.runtime.clock import SystemClock
+from hpstore.runtime.rights import group_number
 from tests.fuzz.engine import bounded
 
 
@@ -263,3 +264,18 @@ def test_a_squatted_address_of_a_cache_is_passed_over(caplog: pytest.LogCaptureF
             listen(name, 4, SystemClock())
     finally:
         child.communicate()
+
+
+def test_a_header_of_npy_that_is_nested_too_deeply_is_malformed(tmp_path: Path) -> None:
+    """9,000 signs are a MemoryError of Python's parser, which looked like a lack of memory."""
+    header = b"-" * 9000 + b"1\n"
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "a.npy").write_bytes(data)
+    with pytest.raises(MalformedFile, match="nested too deeply"):
+        mapped_npy(tmp_path / "a.npy")
+
+
+@pytest.mark.parametrize("group", ["\u00b2", "99999999999", "no such group", "a\0b", "-1"])
+def test_a_group_that_is_none_is_said(group: str) -> None:
+    with pytest.raises(ConfigError, match="there is no group"):
+        group_number(group)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from hpstore.agreement.claims import ClaimLost, Claims
+from hpstore.agreement.claims import ClaimLost, Claims, key_register
+from hpstore.agreement.register_slots import VALUE_BYTES_MOST
 from hpstore.agreement.registers import LocalRegisters, Register
 from hpstore.errors import LockTimeout, RegistersUnavailable
 from hpstore.runtime.clock import HybridCounter
@@ -114,3 +117,16 @@ def test_a_claim_of_a_put_that_failed_is_let_go_by_one_try(registers: LocalRegis
     with pytest.raises(RegistersUnavailable):
         claim.let_go()
     assert (tries, claim.held) == ([1], False)
+
+
+def test_a_claim_of_a_machine_with_a_long_name_fits_its_register(
+    registers: LocalRegisters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A character beyond ASCII is six bytes of JSON."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "é" * 64)
+    process = Process(registers)
+    claim = process.claims.take("k")
+    value = registers.update(key_register("k"), lambda _: None, what="look").value
+    assert value is not None
+    assert len(value) <= VALUE_BYTES_MOST
+    assert claim.held

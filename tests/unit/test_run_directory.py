@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -15,7 +16,13 @@ from hpstore.agreement.registers import REPAIR
 from hpstore.config import PoolConfig, Settings, is_believable, private_directory, save_config
 from hpstore.devices import RemoteDevice
 from hpstore.devices.opener import device_opener
-from hpstore.errors import ConfigError, LockTimeout, RegistersForeign, VersionConflict
+from hpstore.errors import (
+    ConfigError,
+    LockTimeout,
+    RegistersForeign,
+    RegistersUnavailable,
+    VersionConflict,
+)
 from hpstore.format.records import unseal
 from hpstore.locks import file_lock
 from hpstore.membership import run_registers
@@ -89,6 +96,41 @@ def test_of_two_that_begin_at_once_neither_locks_the_other_out_rule_15(
         a.put("a", b"1", if_absent=True)
         assert overtakes == ["token.lock"]
         b.put("b", b"2", if_version=b.stat("b").version)
+
+
+def test_a_full_run_directory_is_an_error_of_registers_rule_15(
+    stores: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bare OSError hid that a put may have been stored."""
+    write, left = run_registers.write_atomically, [0]
+
+    def full(path: Path, text: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, text)
+
+    with Pool(stores) as pool:
+        pool.put("k", b"a", if_absent=True)
+        monkeypatch.setattr(run_registers, "write_atomically", full)
+        for writes, maybe in [(0, False), (1, True)]:  # of the claim, and when it is given back
+            left[0] = writes
+            with pytest.raises(RegistersUnavailable, match=r"run directory .* No space") as found:
+                pool.put(f"k{writes}", b"a", if_absent=True)
+            assert found.value.maybe_visible is maybe
+        monkeypatch.setattr(run_registers, "file_lock", _no_room)
+        with (
+            pytest.raises(RegistersUnavailable, match="No space"),
+            pool.admin.registers.hold(REPAIR, "repair"),
+        ):
+            pass
+        monkeypatch.undo()
+        with pytest.raises(OSError, match="of the caller"), pool.admin.registers.hold(REPAIR, "x"):
+            raise OSError("of the caller")
+
+
+def _no_room(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_another_run_directory_is_refused_on_stores_with_the_setting_to_change_rule_15(

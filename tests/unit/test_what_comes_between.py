@@ -155,6 +155,31 @@ def test_a_rebuild_makes_up_for_no_device_that_was_evicted_during_it_rule_16(
         assert pool.admin.record.unhealed() == set()
 
 
+def test_a_rebuild_makes_up_for_no_second_loss_of_a_device_rule_16(tmp_path: Path) -> None:
+    """PROTOCOL 16: it came back while the rebuild went on, took columns, and left again."""
+    harness = Harness(tmp_path, data=2, parity=2, devices=6)
+    with harness.open() as pool:
+        for number in range(4):
+            pool.put(f"k{number}", bytes([number]) * 300_000)
+        gone = pool.admin.record.members[0].device_id
+        pool.evict(gone)
+    left = []
+
+    def leave_again(progress: Progress) -> None:
+        if progress.done == progress.total and not left:
+            with harness.open() as other:
+                other.readmit(gone)
+                other.evict(gone)
+                left.append(gone)
+
+    with harness.open() as pool:
+        assert pool.rebuild(progress=leave_again).whole
+        assert left
+        assert pool.admin.record.unhealed() == {gone}
+        assert pool.rebuild().whole
+        assert pool.admin.record.unhealed() == set()
+
+
 def test_what_was_rebuilt_is_told_though_a_change_is_under_way(tmp_path: Path) -> None:
     """Hours of work: its report is not lost to the lock that the last mark needs."""
     harness = Harness(tmp_path, data=2, parity=1, devices=5, clock=FakeClock())

@@ -170,7 +170,7 @@ class CsvFiles(InferredFields):
     def keep_whole(self) -> None:
         more = [name for name in self._columns() if name not in self.fields]
         if more:
-            raise ConfigError(f"{self.where} has {more[0]!r}, which what was written before lacks")
+            raise ConfigError(f"{self.where} has {more[0]!r}, which the samples before it lack")
         super().keep_whole()
 
     def fingerprint(self) -> str:
