@@ -6,9 +6,8 @@ import socket
 
 import pytest
 
-from hpstore.agreement.claims import ClaimLost, Claims, key_register
-from hpstore.agreement.register_slots import VALUE_BYTES_MOST
-from hpstore.agreement.registers import LocalRegisters, Register
+from hpstore.agreement.claims import ClaimLost, Claims
+from hpstore.agreement.registers import VALUE_BYTES_MOST, LocalRegisters, Register, key_register
 from hpstore.errors import LockTimeout, RegistersUnavailable
 from hpstore.runtime.clock import HybridCounter
 from hpstore.testing.memory_pool import FakeClock

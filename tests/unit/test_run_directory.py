@@ -102,13 +102,13 @@ def test_a_full_run_directory_is_an_error_of_registers_rule_15(
     stores: PoolConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bare OSError hid that a put may have been stored."""
-    write, left = run_registers.write_atomically, [0]
+    left = [0]
 
     def full(path: Path, text: str) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, text)
+        write_atomically(path, text)
 
     with Pool(stores) as pool:
         pool.put("k", b"a", if_absent=True)

@@ -163,7 +163,7 @@ def test_a_rebuild_makes_up_for_no_second_loss_of_a_device_rule_16(tmp_path: Pat
             pool.put(f"k{number}", bytes([number]) * 300_000)
         gone = pool.admin.record.members[0].device_id
         pool.evict(gone)
-    left = []
+    left: list[str] = []
 
     def leave_again(progress: Progress) -> None:
         if progress.done == progress.total and not left:
