@@ -22,6 +22,7 @@ from hpstore.agreement.swap_store import STORED_BYTES_LIMIT, StoredRecord, Swap
 from hpstore.errors import ConfigError, IntegrityError, RegistersUnavailable
 from hpstore.format.untrusted_bytes import MALFORMED, brief, parsing
 from hpstore.runtime.http_deadlines import end_by
+from hpstore.runtime.mutual_tls import refuse_passphrase
 
 ANSWER_BYTES_LIMIT = 2 * STORED_BYTES_LIMIT
 ATTEMPT_SECONDS = 2.0  # an endpoint that does not answer by then gives way to the next
@@ -45,7 +46,7 @@ class ClientCertificates:
             made = ssl.create_default_context(cafile=self.authority or None)
             made.minimum_version = ssl.TLSVersion.TLSv1_2
             if self.certificate:
-                made.load_cert_chain(self.certificate, self.private_key or None)
+                made.load_cert_chain(self.certificate, self.private_key or None, refuse_passphrase)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
                 f"TLS to the registers cannot begin with {self}: {error}. Nothing was changed. See "

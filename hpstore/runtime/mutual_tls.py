@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from hpstore.errors import ConfigError
 from hpstore.runtime.forks import call_in_children
@@ -37,6 +38,14 @@ class Caller:
     name: str
     roles: tuple[str, ...]
     until_seconds: float
+
+
+def refuse_passphrase() -> NoReturn:
+    """For load_cert_chain, which else asks on the terminal and waits. Raises ConfigError."""
+    raise ConfigError(
+        "the private key is encrypted, and no passphrase is asked for: give a key without "
+        "one (openssl pkey -in KEY -out PLAIN), readable by its user alone"
+    )
 
 
 class TlsFiles:
@@ -80,7 +89,7 @@ class TlsFiles:
                     "its certificate allows. Make a new pair, then `chmod 600`"
                 )
             context.load_verify_locations(self._directory / AUTHORITY)
-            context.load_cert_chain(self._directory / CERTIFICATE, key)
+            context.load_cert_chain(self._directory / CERTIFICATE, key, refuse_passphrase)
         except (OSError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

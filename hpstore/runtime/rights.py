@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import grp
 import os
 import pwd
@@ -70,9 +69,15 @@ def keep_rights(fd: int, path: Path) -> None:
         before = os.stat(path)
     except FileNotFoundError:
         return
-    with contextlib.suppress(PermissionError):
+    mode = before.st_mode & 0o777
+    try:
         os.fchown(fd, before.st_uid, before.st_gid)
-    os.fchmod(fd, before.st_mode & 0o777)
+    except PermissionError:  # the owner is another one: a member of its group writes it anew
+        try:
+            os.fchown(fd, -1, before.st_gid)
+        except PermissionError:
+            mode &= ~stat.S_IRWXG  # which were another group's
+    os.fchmod(fd, mode)
 
 
 def denied_path(path: str, below: tuple[str, ...] = ()) -> str:

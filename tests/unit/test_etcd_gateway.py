@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -236,3 +238,27 @@ def test_files_of_tls_that_are_missing_are_named() -> None:
     """With the settings that name them."""
     with pytest.raises(ConfigError, match=r"/none/ca.*registers_ca_file"):
         ClientCertificates(authority="/none/ca").context()
+
+
+def test_an_encrypted_key_asks_nobody_for_its_passphrase(tmp_path: Path) -> None:
+    """It was asked for on the terminal, while a lock was held."""
+    x509 = pytest.importorskip("cryptography.x509", reason="needs the extra hosts")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "x")])
+    now = datetime.now(UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + timedelta(days=1))
+    pem = made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    (tmp_path / "crt").write_bytes(pem)
+    (tmp_path / "key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.BestAvailableEncryption(b"secret"),
+        )
+    )
+    files = ClientCertificates(certificate=str(tmp_path / "crt"), private_key=str(tmp_path / "key"))
+    with pytest.raises(ConfigError, match="the private key is encrypted"):
+        files.context()

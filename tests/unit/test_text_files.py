@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hpstore.cli.output import output_file
 from hpstore.config import load_config
 from hpstore.errors import ConfigError
 from hpstore.pool.pool_names import add_to_table, read_table
+from hpstore.runtime.rights import keep_rights
 from hpstore.runtime.text_files import MOST_BYTES, read_text_file
 
 
@@ -126,3 +128,26 @@ def test_settings_below_a_closed_directory_name_the_right_that_is_missing(toml: 
             load_config(toml)
     finally:
         os.seteuid(0)
+
+
+@pytest.mark.parametrize("member", [True, False])
+def test_who_is_not_the_owner_keeps_the_group_of_a_file_or_its_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: bool
+) -> None:
+    """`add` by a member of the group made the pool's key readable for another group, and locked the
+    owner out: the kernel refuses owner and group together where only the owner is another's."""
+    path, new = tmp_path / "pool.toml", tmp_path / "new"
+    path.write_text("secret")
+    path.chmod(0o660)
+    given = []
+
+    def fchown(_: int, owner: int, group: int) -> None:
+        if owner != -1 or not member:
+            raise PermissionError
+        given.append(group)
+
+    monkeypatch.setattr(os, "fchown", fchown)
+    with new.open("w") as file:
+        keep_rights(file.fileno(), path)
+    assert given == ([path.stat().st_gid] if member else [])
+    assert stat.S_IMODE(new.stat().st_mode) == (0o660 if member else 0o600)
