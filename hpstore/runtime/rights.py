@@ -72,7 +72,7 @@ def keep_rights(fd: int, path: Path) -> None:
     mode = before.st_mode & 0o777
     try:
         os.fchown(fd, before.st_uid, before.st_gid)
-    except PermissionError:  # the owner is another one: a member of its group writes it anew
+    except PermissionError:  # another user owns the file, and a member of its group rewrites it
         try:
             os.fchown(fd, -1, before.st_gid)
         except PermissionError:

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("httptools", reason="needs the extra hosts")
 
 from hpstore.devices import Device, LocalDevice
+from hpstore.devices.holds import LocalHold
 from hpstore.devices.host_device import HostDevice
 from hpstore.errors import DeviceError
-from hpstore.format.host_calls import encode_held
 from hpstore.hosts.host_service import HostService
 from hpstore.testing.device_contract import DeviceContract
 from hpstore.units import MIB
@@ -59,16 +59,26 @@ def test_answers_of_another_size_than_was_asked_for_are_errors_of_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record of 200 MB went to the parser, and a lock without its bytes was a struct.error."""
-    case = TestHostDevice()
-    device = case.make_device(tmp_path)
-    assert isinstance(device, HostDevice)
-    monkeypatch.setattr(device._links, "call", lambda *_, **__: b"x" * 11)
+    device = TestHostDevice().make_device(tmp_path)
+    device.write_small("pool.json", b"x" * 11)
     with pytest.raises(DeviceError, match=r"pool\.json on .* is larger than 10 bytes"):
         device.read_small("pool.json", 10)
-    monkeypatch.undo()
+    hold = LocalDevice.hold
+    monkeypatch.setattr(LocalDevice, "read_small", lambda *_: b"x" * 11)  # of a service that lies
+    with pytest.raises(DeviceError, match=r"pool\.json on .* is larger than 10 bytes"):
+        device.read_small("pool.json", 10)
     for content in (b"", b"x" * 1025):
-        answer = encode_held(True, None, content)
-        monkeypatch.setattr(device, "_made", lambda *_, found=answer: ("h", found))
+
+        def lying(local: LocalDevice, *place: int, content: bytes = content) -> LocalHold:
+            held = hold(local, *place)
+            held.content = content
+            return held
+
+        monkeypatch.setattr(LocalDevice, "hold", lying)
         with pytest.raises(DeviceError, match=f"1024 bytes came with {len(content)}"):
             device.hold(0, 1024)
+    monkeypatch.undo()
+    held = device.hold(0, 1024)
+    assert held.taken  # what was given up is free
+    held.release()
     device.close()

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from hpstore.errors import HpstoreError, IngestError
-from hpstore.loaders import Dataset, Field, ingest, ingest_parts
+from hpstore.loaders import Dataset, Field, IngestProgress, ingest, ingest_parts
 from hpstore.loaders.ingestion.json_lines_source import LOOKED_AT
 from hpstore.pool.pool import Pool
-from tests.integration.ingest_cases import make_pool
+from tests.integration.ingest_cases import Stop, make_pool
 from tests.unit.test_ingest_sources import shard, write_tar
 from tests.unit.test_optional_sources import write_examples
 
@@ -131,3 +131,50 @@ def test_a_column_is_optional_when_any_file_may_have_nulls(pool: Pool, tmp_path:
     report = ingest(pool, "t", tmp_path / "*.parquet", shuffle=False)
     assert report.samples == 4
     assert Dataset(pool, "t").fields == {"x": Field("int64", optional=True)}
+
+
+def test_fields_are_not_chosen_in_the_middle_of_an_ingest(pool: Pool, tmp_path: Path) -> None:
+    """A record that was bad would be good, and a window of the shuffle hold other rows. Chosen from
+    the start they need not be said again."""
+    source = jsonl(tmp_path / "a.jsonl", ODD)
+    for _ in range(2):
+        with pytest.raises(IngestError, match="caption"):
+            ingest(pool, "a", source, shard_bytes=4096, workers=1)
+    for fields in (["i"], {"i": Field("int64")}):
+        with pytest.raises(IngestError, match="no fields were chosen, now they are"):
+            ingest(pool, "a", source, shard_bytes=4096, fields=fields)
+    made = ingest(pool, "a", source, shard_bytes=4096, fields=["i"], resume=False)
+    assert made.samples == 2 * LOOKED_AT
+
+    def stop(progress: IngestProgress) -> None:
+        if progress.records >= LOOKED_AT:
+            raise Stop
+
+    with pytest.raises(Stop):
+        ingest(pool, "b", source, shard_bytes=4096, shuffle=False, fields=["i"], progress=stop)
+    report = ingest(pool, "b", source, shard_bytes=4096, shuffle=False)
+    assert report.resumed_samples > 0
+    assert report.samples == 2 * LOOKED_AT
+    data = Dataset(pool, "b")
+    assert [int(data[n]["i"]) for n in range(len(data))] == list(range(2 * LOOKED_AT))
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_stream_whose_columns_change_is_an_error(pool: Pool, more: bool) -> None:
+    """Of Hugging Face, without features: a column that came late was left out, one that went away
+    a KeyError."""
+    datasets = pytest.importorskip("datasets", reason="needs datasets (the extra `huggingface`)")
+    long, short = {"i": 1, "caption": "c"}, {"i": 1}
+    first, later = (short, long) if more else (long, short)
+
+    def batches(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        keys = first if rows["n"][0] < LOOKED_AT else later
+        return {name: [value] * len(rows["n"]) for name, value in keys.items()}
+
+    numbers = datasets.Dataset.from_dict({"n": list(range(3 * LOOKED_AT))}).to_iterable_dataset()
+    stream = numbers.map(batches, batched=True, batch_size=LOOKED_AT, remove_columns=["n"])
+    stream.info.features = None
+    with pytest.raises(IngestError, match="only some of its rows have 'caption'"):
+        ingest(pool, "a", stream)
+    if more:
+        assert ingest(pool, "b", stream, fields=["i"]).samples == 3 * LOOKED_AT

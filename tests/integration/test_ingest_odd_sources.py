@@ -139,6 +139,20 @@ def test_a_path_that_is_no_text_is_recorded_with_backslashes(tmp_path: Path) -> 
             assert said in json.dumps(data.metadata).replace("\\\\", "\\")
 
 
+def test_a_table_whose_path_is_no_text_is_read(tmp_path: Path) -> None:
+    """pyarrow takes paths as UTF-8 alone."""
+    pa = pytest.importorskip("pyarrow", reason="needs pyarrow (the extra `parquet`)")
+    pq = pytest.importorskip("pyarrow.parquet")
+    table = pa.table({"x": [1, 2]})
+    with pa.ipc.new_file(str(tmp_path / "plain.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    pq.write_table(table, tmp_path / "plain.parquet")
+    for ending in ("arrow", "parquet"):
+        odd = tmp_path / os.fsdecode(b"\xe9." + ending.encode())
+        (tmp_path / f"plain.{ending}").rename(odd)
+        assert [item.sample for item in items_of(open_source(odd))] == [{"x": 1}, {"x": 2}]
+
+
 def test_lists_of_numbers_beyond_int64_fit_uint64() -> None:
     """numpy makes floats of them where others are smaller, and objects of larger ones."""
     field = Field("uint64", (None,))
@@ -204,7 +218,8 @@ def test_the_fingerprint_of_a_dataset_is_the_same_in_another_process(tmp_path: P
         "from hpstore.loaders.ingestion.python_source import MapDataset\n"
         "class Odd: pass\n"
         "one = {'x': 1, 'a': (np.zeros(2), np.zeros(3)), 'd': datetime.date(2026, 1, 1),\n"
-        "       's': {3}, 'o': Odd(), 'l': [Odd()], 't': torch.eye(2).to_sparse()}\n"
+        "       's': {3}, 'o': Odd(), 'l': [Odd(), {'a', 'b', 'c'}],\n"
+        "       't': torch.eye(2).to_sparse()}\n"
         "print(MapDataset([one]).fingerprint())\n"
     )
     prints = [subprocess.check_output([sys.executable, "-c", script]) for _ in range(2)]
@@ -268,5 +283,5 @@ def test_a_column_of_no_field_is_no_manifest(odd: str) -> None:
         made = Dataset(pool, "t").manifest
     columns = {**made.parts[0].columns, odd: next(iter(made.parts[0].columns.values()))}
     enemy = replace(made, parts=(replace(made.parts[0], columns=columns),))
-    with pytest.raises(IntegrityError, match=f"column '{odd}' is of no field"):
+    with pytest.raises(IntegrityError, match=f"column '{odd}' belongs to no field"):
         DatasetManifest.decode(enemy.encode(), where="t")

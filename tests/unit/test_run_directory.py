@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
+import resource
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -98,39 +98,45 @@ def test_of_two_that_begin_at_once_neither_locks_the_other_out_rule_15(
         b.put("b", b"2", if_version=b.stat("b").version)
 
 
-def test_a_full_run_directory_is_an_error_of_registers_rule_15(
-    stores: PoolConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class _FillsUp:
+    """An opened object of one byte; while it is read, the disks of this process become full."""
+
+    pinned, size = True, 1
+
+    def read_into(self, buffer: object, offset: int = 0) -> int:
+        del buffer, offset
+        _set_full(full=True)
+        return 1
+
+
+def _set_full(*, full: bool) -> None:
+    """Have the kernel refuse to write files, or write them again."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0 if full else hard, hard))
+
+
+def test_a_full_run_directory_is_an_error_of_registers_rule_15(stores: PoolConfig) -> None:
     """A bare OSError hid that a put may have been stored."""
-    left = [0]
-
-    def full(path: Path, text: str) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_atomically(path, text)
-
     with Pool(stores) as pool:
         pool.put("k", b"a", if_absent=True)
-        monkeypatch.setattr(run_registers, "write_atomically", full)
-        for writes, maybe in [(0, False), (1, True)]:  # of the claim, and when it is given back
-            left[0] = writes
-            with pytest.raises(RegistersUnavailable, match=r"run directory .* No space") as found:
-                pool.put(f"k{writes}", b"a", if_absent=True)
+        for key, source, maybe in [("new", b"a", False), ("late", _FillsUp(), True)]:
+            try:
+                _set_full(full=not maybe)
+                with pytest.raises(
+                    RegistersUnavailable, match=r"run directory .* too large"
+                ) as found:
+                    pool.put(key, source, if_absent=True)
+                with (
+                    pytest.raises(RegistersUnavailable, match="too large"),
+                    pool.admin.registers.hold(REPAIR, "repair"),
+                ):
+                    pass
+            finally:
+                _set_full(full=False)
             assert found.value.maybe_visible is maybe
-        monkeypatch.setattr(run_registers, "file_lock", _no_room)
-        with (
-            pytest.raises(RegistersUnavailable, match="No space"),
-            pool.admin.registers.hold(REPAIR, "repair"),
-        ):
-            pass
-        monkeypatch.undo()
+            assert pool.exists(key) is maybe
         with pytest.raises(OSError, match="of the caller"), pool.admin.registers.hold(REPAIR, "x"):
             raise OSError("of the caller")
-
-
-def _no_room(*_: object) -> NoReturn:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_another_run_directory_is_refused_on_stores_with_the_setting_to_change_rule_15(

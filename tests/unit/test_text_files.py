@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from hpstore.cli.output import output_file
 from hpstore.config import load_config
 from hpstore.errors import ConfigError
 from hpstore.pool.pool_names import add_to_table, read_table
-from hpstore.runtime.rights import keep_rights
 from hpstore.runtime.text_files import MOST_BYTES, read_text_file
 
 
@@ -130,24 +131,29 @@ def test_settings_below_a_closed_directory_name_the_right_that_is_missing(toml: 
         os.seteuid(0)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to be two users")
 @pytest.mark.parametrize("member", [True, False])
 def test_who_is_not_the_owner_keeps_the_group_of_a_file_or_its_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, member: bool
+    tmp_path: Path, member: bool
 ) -> None:
     """`add` by a member of the group made the pool's key readable for another group, and locked the
     owner out: the kernel refuses owner and group together where only the owner is another's."""
     path, new = tmp_path / "pool.toml", tmp_path / "new"
     path.write_text("secret")
+    os.chown(path, 65532, 65531)
     path.chmod(0o660)
-    given = []
-
-    def fchown(_: int, owner: int, group: int) -> None:
-        if owner != -1 or not member:
-            raise PermissionError
-        given.append(group)
-
-    monkeypatch.setattr(os, "fchown", fchown)
-    with new.open("w") as file:
-        keep_rights(file.fileno(), path)
-    assert given == ([path.stat().st_gid] if member else [])
-    assert stat.S_IMODE(new.stat().st_mode) == (0o660 if member else 0o600)
+    code = (
+        "import os, sys\nfrom pathlib import Path\n"
+        "from hpstore.runtime.rights import keep_rights\n"
+        f"os.setgroups([{65531 if member else 65530}])\nos.setgid(65533)\n"
+        "os.setuid(65534)\n"  # its folder is closed to them: the file is named by its descriptor
+        "keep_rights(int(sys.argv[1]), Path(f'/proc/self/fd/{sys.argv[2]}'))\n"
+    )
+    with new.open("w") as file, path.open() as old:
+        os.fchown(file.fileno(), 65534, 65533)
+        descriptors = [file.fileno(), old.fileno()]
+        command = [sys.executable, "-c", code, *map(str, descriptors)]
+        subprocess.run(command, check=True, pass_fds=descriptors)
+    found = new.stat()
+    assert (found.st_uid, found.st_gid) == (65534, 65531 if member else 65533)
+    assert stat.S_IMODE(found.st_mode) == (0o660 if member else 0o600)

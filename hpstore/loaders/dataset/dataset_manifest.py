@@ -282,7 +282,7 @@ def _check_cuts(part: DatasetPart, scalars: Sequence[str]) -> None:
     if sum(part.cuts) != part.rows:
         raise ValueError(f"column objects of {sum(part.cuts)} rows in a part of {part.rows}")
     if unknown := sorted(part.columns.keys() - {*scalars, ORDER}):
-        raise ValueError(f"column {unknown[0][:80]!r} is of no field")
+        raise ValueError(f"column {unknown[0][:80]!r} belongs to no field")
     lacking = [name for name in scalars if len(part.columns.get(name, ())) != len(part.cuts)]
     if lacking:
         raise ValueError(f"column {lacking[0]} has not as many objects as the part")

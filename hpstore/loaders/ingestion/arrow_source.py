@@ -37,7 +37,7 @@ from hpstore.units import MIB
 PARQUET = (".parquet", ".pq")
 ARROW = (".arrow", ".feather", ".ipc")
 BATCH_ROWS = 4096  # at most
-BATCH_BYTES = 8 * MIB  # about, of Parquet: what is read ahead is counted in whole batches
+BATCH_BYTES = 8 * MIB  # approximate, for Parquet: read-ahead counts whole batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +325,8 @@ def _is_stream(file: SourceFile) -> bool:
 def _readable(arrow: Any, file: SourceFile) -> Any:
     """A file for pyarrow: mapped, or ranges of a remote one."""
     if isinstance(file, Path):
-        return arrow.memory_map(str(file))
+        with file.open("rb") as opened:  # pyarrow takes paths of UTF-8 alone
+            return arrow.memory_map(f"/proc/self/fd/{opened.fileno()}")
     return arrow.PythonFile(file.open("rb", buffering=0), "r")
 
 

@@ -6,11 +6,12 @@ Their Arrow data is read as it is: nothing is decoded, and what map() and select
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hpstore.errors import ConfigError
+from hpstore.errors import ConfigError, IngestError
 from hpstore.loaders.dataset.class_names import CLASSES
+from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.arrow_classes import recorded_classes
 from hpstore.loaders.ingestion.arrow_rows import ArrowRows
 from hpstore.loaders.ingestion.arrow_source import pyarrow_of
@@ -39,6 +40,14 @@ class _Tables(ArrowRows):
     def __init__(self, dataset: Any, schema: Any) -> None:
         super().__init__(pyarrow_of("datasets of Hugging Face"), schema)
         self._dataset, self.where = dataset, type(dataset).__name__
+        self._whole = True  # no field was chosen: a column that comes late is not left out
+
+    def restrict(self, names: Sequence[str], types: Mapping[str, Field]) -> None:
+        super().restrict(names, types)
+        self._whole = False
+
+    def keep_whole(self) -> None:
+        self._whole = True
 
     @property
     def metadata(self) -> dict[str, object]:
@@ -48,6 +57,15 @@ class _Tables(ArrowRows):
 
     def _batches(self, block: int, start: int) -> Iterator[Any]:
         for table in self._tables(block, start):
+            there = set(table.column_names)
+            odd = set(self._names) - there
+            if self._whole:
+                odd |= there - set(self._schema.names)
+            if odd:
+                raise IngestError(
+                    f"{self.where}: only some of its rows have {min(odd)!r}: give the stream its "
+                    "features (cast), or fields=[...] that all rows have"
+                )
             yield from table.select(self._names).to_batches()
 
     @abstractmethod

@@ -28,6 +28,10 @@ from hpstore.pool.pool import Pool
 
 KIND = "ingest"
 
+CHOSEN = "fields_chosen"
+"""In a plan: whether the user chose the fields; older journals do not say. Who chooses them later
+cannot go on: a record that was bad is good then, and windows that are cut by bytes hold others."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
@@ -186,6 +190,6 @@ def mismatch(found: Progressed, wanted: Progressed) -> str:
     if found.source != wanted.source:
         return f"the source has changed (fingerprint {found.source}, now {wanted.source})"
     for name, value in wanted.plan.items():
-        if found.plan.get(name) != value:
+        if name != CHOSEN and found.plan.get(name) != value:
             return f"{name} was {found.plan.get(name)}, now it is {value}"
     return ""

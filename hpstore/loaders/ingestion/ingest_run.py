@@ -34,7 +34,7 @@ from hpstore.loaders.ingestion.ingest_append import (
     fields_of_base,
     require_same_meaning,
 )
-from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped, mismatch
+from hpstore.loaders.ingestion.ingest_journal import CHOSEN, Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import PartsWriter, Target, is_published, replaceable
@@ -237,10 +237,13 @@ class _Run:
     def _once(
         self, fields: Fields | None, *, resume: bool
     ) -> tuple[DatasetManifest, Progressed, int]:
-        asked = fields
-        self.whole = asked is None and self.source.fields is None
         journal = Journal(self.pool, self.name)
         found, gone = self._earlier(journal, resume)
+        before = None if found is None else found.plan.get(CHOSEN)
+        if found is not None and fields is not None and before is False:
+            raise self._other(found, f"no fields were chosen, now they are {list(fields)}")
+        chosen_by_user = fields is not None or bool(before)
+        self.whole = not chosen_by_user and self.source.fields is None
         if self.base is not None and fields is None:
             fields = fields_of_base(self.name, self.base, self.source)
         recalled = found is not None and not isinstance(fields, Mapping)
@@ -248,10 +251,11 @@ class _Run:
             if fields is not None and [n for n, *_ in found.plan["fields"]] != list(fields):
                 raise self._other(found, f"fields were {found.plan['fields']}, now {fields}")
             fields = {n: Field.from_json(raw) for n, *raw in found.plan["fields"]}
-        chosen, records, ahead = self._opened(fields, recalled=recalled, whole=asked is None)
+        chosen, records, ahead = self._opened(fields, recalled=recalled, whole=not chosen_by_user)
         if self.base is not None:
             require_same_fields(self.name, self.base, chosen)
-        start = Progressed(source=self.source.fingerprint(), plan=self._plan(chosen, records))
+        plan = {**self._plan(chosen, records), CHOSEN: chosen_by_user}
+        start = Progressed(source=self.source.fingerprint(), plan=plan)
         done = self._appended_before(journal, start) if resume else None
         if done is not None:
             ahead.close()

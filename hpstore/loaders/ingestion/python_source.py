@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import re
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -18,8 +18,6 @@ from hpstore.loaders.dataset.dataset import Dataset
 from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.ingestion.sample_source import BlockwiseSource, IndexedSource, digest_of
 from hpstore.loaders.ingestion.source_rows import Sample, SourceItem
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # in the repr of an object
 
 
 class Indexable(Protocol):
@@ -178,6 +176,11 @@ def _raw_bytes(value: object) -> bytes:
     if value is None or isinstance(value, str | int | float | bool | complex):
         return repr(value).encode(errors="surrogatepass")
     if isinstance(value, dict | list):
-        return _ADDRESS.sub("", repr(value)).encode(errors="surrogatepass")
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):  # sets have another order, and objects another address
+            kinds = json.dumps(value, default=lambda one: type(one).__name__, skipkeys=True)
+            return kinds.encode()
+        return repr(value).encode(errors="surrogatepass")
     array = np.asarray(value)
     return b"" if array.dtype.hasobject else array.tobytes()  # those are addresses in memory
