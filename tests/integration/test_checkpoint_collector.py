@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint.save import saver
+from hpstore.checkpoint.save.save_options import SaveOptions
 from hpstore.errors import CheckpointMismatch
 from hpstore.testing.memory_pool import Harness
 
@@ -84,3 +86,62 @@ def test_who_has_switched_it_off_has_it_off(ckpt: Checkpointer) -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_nothing_is_collected_in_a_stall(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By no thread, from when the state is looked at until the trainer goes on."""
+    seen: list[int] = []
+    phases: list[str] = []
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        phases.append(phase)
+
+    prepare = ckpt.saver._planner.prepare
+
+    def prepared(*args: Any) -> Any:
+        seen.append(len(phases))
+        return prepare(*args)
+
+    def ended(*_: Any) -> None:
+        seen.append(len(phases))
+
+    monkeypatch.setattr(ckpt.saver._planner, "prepare", prepared)
+    monkeypatch.setattr(saver, "warn_of_stall", ended)
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1, 1, 1)
+    try:
+        handle = ckpt.save(2, {"a": torch.ones(9), "b": torch.ones(70_000)})
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    handle.result()
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert phases  # there was something to collect, before or after
+    assert gc.isenabled()
+
+
+def test_it_may_run_while_the_trainer_waits_for_slices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that exceeds the memory for staging is written while save() waits: minutes."""
+    harness = Harness(tmp_path, data=2, parity=1, devices=3)
+    seen: list[bool] = []
+    with (
+        harness.open() as pool,
+        Checkpointer(pool, "run", save=SaveOptions(memory="1MiB")) as made,
+    ):
+        write_part = made.saver._write_part
+
+        def written(*args: Any) -> None:
+            seen.append(gc.isenabled())
+            write_part(*args)
+
+        monkeypatch.setattr(made.saver, "_write_part", written)
+        made.save(1, {str(i): torch.ones(1 << 17) for i in range(4)}).result()
+    assert seen
+    assert all(seen)
+    assert gc.isenabled()

@@ -66,6 +66,7 @@ def save_session(sections: Sections, spec: CheckpointSpec) -> Found:
     who = contender(spec)
     sections.warm(spec.copy)
     who.prepare(state)
+    gc.collect()  # of what was imported: else it falls into one save or another
     sections.warm(spec.copies)
     first = who.save(state, 1)
     sections.warm(0)

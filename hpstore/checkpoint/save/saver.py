@@ -135,7 +135,7 @@ class Saver:
             _log.warning("the save of step %s is skipped: one is still under way", step)
             return SaveHandle.of_skipped(step)
         waited = time.perf_counter() - began
-        with self._space.held():
+        with self._space.held(), collector_paused():
             return self._save(step, state, overwrite, metrics, progress, began, waited)
 
     def _save(
@@ -149,9 +149,8 @@ class Saver:
         waited: float,
     ) -> SaveHandle:
         """Stage, and begin to write."""
-        with collector_paused():
-            require = requiring(metrics, None if overwrite else self._catalog.require_new)
-            prepared = self._planner.prepare(step, state, require)
+        require = requiring(metrics, None if overwrite else self._catalog.require_new)
+        prepared = self._planner.prepare(step, state, require)
         options = self._job_options(
             checked_step(step), prepared, overwrite, metrics, began, progress
         )

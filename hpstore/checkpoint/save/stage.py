@@ -25,7 +25,7 @@ from hpstore.checkpoint.state.optimizers import local_part
 from hpstore.checkpoint.state.targets import State, objects_in
 from hpstore.codec.galois import Bytes
 from hpstore.errors import CheckpointError
-from hpstore.runtime.collector_pause import collector_paused
+from hpstore.runtime.collector_pause import collector_allowed
 
 _log = logging.getLogger(__name__)
 STAGING = ("copy", "overlap")
@@ -75,7 +75,8 @@ class SaveStage:
             )
         for part, piece in enumerate(prepared.slices[:-1]):
             self._stage(piece, frozenset())
-            write_part(part)
+            with collector_allowed():  # the trainer waits, for as long as storage takes
+                write_part(part)
         deferrable = frozenset[int]()
         if self.mode == "overlap":
             deferrable = self._hooked_storages(state, counters)
@@ -84,19 +85,18 @@ class SaveStage:
 
     def _stage(self, piece: Slice, deferrable: frozenset[int]) -> Staging:
         self._warm = {}  # what is staged here overwrites it, an earlier slice of this save too
-        with collector_paused():
-            staging = Staging(
-                piece,
-                self.arena.targets(piece),
-                deferrable,
-                self._accelerator,
-                self._copier,
-                self.gate,
-                self._turn,
-            )
-            self._turn += 1
-            self._current = (staging, piece)
-            staging.start()
+        staging = Staging(
+            piece,
+            self.arena.targets(piece),
+            deferrable,
+            self._accelerator,
+            self._copier,
+            self.gate,
+            self._turn,
+        )
+        self._turn += 1
+        self._current = (staging, piece)
+        staging.start()
         return staging
 
     def _hooked_storages(self, state: State, counters: dict[str, int]) -> frozenset[int]:
