@@ -4,11 +4,10 @@ modules alone, longer than to stage 10,000 tensors, and all threads of a load wa
 from __future__ import annotations
 
 import gc
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-from hpstore.runtime.forks import call_in_children
 
 
 class _Pauses:
@@ -17,7 +16,7 @@ class _Pauses:
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
         self._was_on = False  # before the first of them
-        call_in_children(self._forked)
+        os.register_at_fork(after_in_child=self._forked)  # once: it lives as long as the process
 
     def begin(self) -> None:
         with self._lock:

@@ -6,25 +6,33 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable
+from types import MethodType
+from typing import Any, cast
 
+_Reference = weakref.ref[Any]  # Any: to whatever has a method
 _numbers = itertools.count()
-_methods: dict[int, weakref.WeakMethod[Callable[[], object]]] = {}  # in the order of their coming
+_methods: dict[int, tuple[_Reference, Callable[[Any], object]]] = {}  # in the order of their coming
 
 
 def call_in_children(method: Callable[[], object]) -> None:
     """Call a bound method first of all in each child that is forked while its object lives, which
     this does not keep."""
-    number = next(_numbers)
-    _methods[number] = weakref.WeakMethod(method, lambda _: _methods.pop(number, None))
+    number, bound, methods = next(_numbers), cast(MethodType, method), _methods
+
+    def gone(_: _Reference) -> None:
+        methods.pop(number, None)
+
+    # no WeakMethod: its own callback fails for an object that outlives this module, at the exit
+    methods[number] = (weakref.ref(bound.__self__, gone), bound.__func__)
 
 
 def _call_all() -> None:
     errors = []
-    for reference in list(_methods.values()):
-        method = reference()
+    for reference, function in list(_methods.values()):
+        found = reference()
         try:
-            if method is not None:
-                method()
+            if found is not None:
+                function(found)
         except Exception as error:  # noqa: BLE001 (the others come first)
             errors.append(error)
     if errors:

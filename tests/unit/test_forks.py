@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +50,25 @@ def test_many_that_come_and_go_leave_nothing_behind(monkeypatch: pytest.MonkeyPa
         call_in_children(Counted().call)
     gc.collect()
     assert len(forks._methods) == before
+
+
+def test_what_outlives_this_module_ends_the_process_in_silence(tmp_path: Path) -> None:
+    """Python's own weak reference to a method prints an error for an object that goes last."""
+    (tmp_path / "kept.py").write_text(
+        "from hpstore.runtime.forks import call_in_children\n"
+        "class Counted:\n"
+        "    def call(self): pass\n"
+        "one = Counted()\n"
+        "call_in_children(one.call)\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", "import kept"],
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.stderr == b""
 
 
 def test_one_that_fails_keeps_no_other_from_its_turn(
