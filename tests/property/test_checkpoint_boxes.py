@@ -176,6 +176,36 @@ def test_a_cover_is_accepted_only_when_it_is_exact(case: tuple[tuple[int, ...], 
     assert accepted == covers_once(shape, boxes)
 
 
+def test_a_cover_of_steps_costs_no_look_at_all_pairs() -> None:
+    """Whoever writes the metadata of a checkpoint chooses the boxes: here 20,000, of which no two
+    have the same length. 200 million pairs would take minutes."""
+    rows = 10_000
+    shape = (rows, rows + 1)
+    left = [Box(offsets=(row, 0), sizes=(1, row + 1)) for row in range(rows)]
+    right = [Box(offsets=(row, row + 1), sizes=(1, rows - row)) for row in range(rows)]
+    for axes in ((0, 1), (1, 0)):
+        boxes = [
+            Box(
+                offsets=(box.offsets[axes[0]], box.offsets[axes[1]]),
+                sizes=(box.sizes[axes[0]], box.sizes[axes[1]]),
+            )
+            for box in [*left, *right]
+        ]
+        turned = (shape[axes[0]], shape[axes[1]])
+        require_cover([item_of(box, turned) for box in boxes], ["t"])
+        swapped = boxes[:-2] + [boxes[-2]] * 2  # one of them twice, of another size than the lost
+        with pytest.raises(CheckpointError, match="exactly once"):
+            require_cover([item_of(box, turned) for box in swapped], ["t"])
+
+
+def test_boxes_as_many_as_a_shape_has_elements_but_not_all_of_them_are_refused() -> None:
+    """One lost and another doubled of the same size: the sum of their elements is right."""
+    boxes = unit_grid(30, 30)
+    boxes[17] = boxes[600]
+    with pytest.raises(CheckpointError, match="exactly once"):
+        require_cover([item_of(box, (30, 30)) for box in boxes], ["t"])
+
+
 def test_a_cover_of_two_dtypes_is_refused() -> None:
     """Ranks that disagree on the dtype of a tensor have not saved one tensor."""
     halves = [Box(offsets=(0,), sizes=(2,)), Box(offsets=(2,), sizes=(2,))]

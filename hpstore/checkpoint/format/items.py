@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 
 from hpstore.errors import CheckpointError
 
+_PRIME = (1 << 127) - 1  # elements and boxes are far fewer
 FRAME_BYTES = 1 << 20  # a compressed item is cut into frames of this many bytes, ranges survive
 
 
@@ -239,11 +240,40 @@ def require_cover(items: Iterable[Item], names: Iterable[str]) -> None:
 
 
 def covers(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether the boxes cover a shape exactly once. Pure."""
+    """Whether the boxes cover a shape exactly once. Pure but for the points it draws."""
     if not all(_is_inside(box, shape) for box in boxes):
         return False
-    exact = sum(box.count for box in boxes) == prod(shape)
-    return exact and not _any_overlap([box for box in boxes if box.count])
+    if sum(box.count for box in boxes) != prod(shape):
+        return False
+    return len(boxes) < 2 or _same_cells(boxes, shape)
+
+
+def _same_cells(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Whether each element of a shape is in as many of the boxes as in the shape itself.
+
+    The work grows with the boxes alone, however they lie. Each is the polynomial with a term
+    x^i y^j ... for each of its elements, which has a short form: (x^end - x^start) / (x - 1) for
+    each axis. Sums that agree at a point which is drawn after the boxes were chosen are equal,
+    but for a chance below 2^-55, with axes of 2^63 elements (Schwartz and Zippel; Motwani and
+    Raghavan, Randomized Algorithms, chapter 7).
+    """
+    points = [2 + secrets.randbelow(_PRIME - 2) for _ in shape]
+    powers: list[dict[int, int]] = [{} for _ in shape]
+
+    def power(axis: int, exponent: int) -> int:
+        known = powers[axis]
+        if exponent not in known:
+            known[exponent] = pow(points[axis], exponent, _PRIME)
+        return known[exponent]
+
+    def value(offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        found = 1
+        for axis, (at, count) in enumerate(zip(offsets, sizes, strict=True)):
+            found = found * (power(axis, at + count) - power(axis, at)) % _PRIME
+        return found
+
+    given = sum(value(box.offsets, box.sizes) for box in boxes)
+    return (given - value([0] * len(shape), shape)) % _PRIME == 0
 
 
 @lru_cache(maxsize=64)
@@ -266,27 +296,3 @@ def _is_inside(box: Box, shape: Sequence[int]) -> bool:
         0 <= at <= at + count <= size
         for at, count, size in zip(box.offsets, box.sizes, shape, strict=True)
     )
-
-
-def _any_overlap(boxes: list[Box], axis: int = 0) -> bool:
-    """Whether boxes, none empty, have an element in common. Exact.
-
-    They are sorted along one axis into groups that lie apart; a group of equal extents is looked at
-    along the next axis. So a grid, such as many ranks write, costs no comparison of all pairs.
-    """
-    if len(boxes) < 2 or axis == len(boxes[0].sizes):
-        return len(boxes) > 1
-    groups: list[list[Box]] = []
-    end = 0
-    for box in sorted(boxes, key=lambda b: b.offsets[axis]):
-        if not groups or box.offsets[axis] >= end:
-            groups.append([])
-        groups[-1].append(box)
-        end = max(end, box.offsets[axis] + box.sizes[axis])
-    return any(_group_overlaps(group, axis) for group in groups)
-
-
-def _group_overlaps(boxes: list[Box], axis: int) -> bool:
-    if len({(box.offsets[axis], box.sizes[axis]) for box in boxes}) == 1:
-        return _any_overlap(boxes, axis + 1)
-    return any(a.overlap(b) is not None for a, b in itertools.combinations(boxes, 2))
