@@ -28,7 +28,7 @@ from hpstore.checkpoint import Checkpointer, StorageWriter, dcp_to_torch_save, t
 from hpstore.checkpoint.convert.export import export_checkpoint
 from hpstore.checkpoint.convert.import_files import import_checkpoint
 from hpstore.checkpoint.convert.metadata_pickle import read_metadata_pickle
-from hpstore.errors import MalformedFile
+from hpstore.errors import CheckpointError, MalformedFile
 from hpstore.units import MIB
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # no_dist=True
@@ -78,6 +78,64 @@ def test_a_small_file_of_a_huge_tensor_is_refused(pool: hpstore.Pool, tmp_path: 
     torch.save({"w": torch.ones(1).expand(1000), "a": tied, "b": tied}, tmp_path / "good.pt")
     import_checkpoint(pool, "run", 1, tmp_path / "good.pt")
     assert loaded(pool, "w").sum() == 1000
+
+
+def folded(levels: int) -> list[Any]:
+    """Lists of two entries that are one list: as many entries as 2 to the levels, a few bytes."""
+    found: list[Any] = [1]
+    for _ in range(levels):
+        found = [found, found]
+    return found
+
+
+def test_lists_that_hold_one_another_without_end_are_refused(
+    pool: hpstore.Pool, tmp_path: Path
+) -> None:
+    """In seconds. A list that is there twice, as a scheduler's is, is none of them."""
+    itself: list[Any] = []
+    itself.append(itself)
+    deep: list[Any] = []
+    for _ in range(300):
+        deep = [deep]
+    refused = {
+        "folded": folded(60),
+        "within": ({"a": folded(40)},),
+        "tensors": [torch.ones(1), folded(30)],
+        "itself": itself,
+        "deep": deep,
+    }
+    for name, state in refused.items():
+        path = tmp_path / f"{name}.pt"
+        torch.save({"x": state}, path)
+        with pytest.raises(MalformedFile, match=r"again and again|nested deeper"):
+            import_checkpoint(pool, "run", 1, path)
+        with pytest.raises(MalformedFile, match=r"again and again|nested deeper"):
+            torch_save_to_dcp(path, tmp_path / "dcp")
+        assert not (tmp_path / "dcp").exists()
+    assert pool.list("run/") == []
+    torch.save({"x": folded(3), "y": [[1, 2]] * 5}, tmp_path / "good.pt")
+    import_checkpoint(pool, "run", 1, tmp_path / "good.pt")
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        assert ckpt.read(1).tree()["y"] == [[1, 2]] * 5
+
+
+def test_paths_that_dcp_gives_one_name_are_refused(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It joins keys by dots. Nothing is written, in a folder or in a pool."""
+    monkeypatch.setenv("HPSTORE_POOLS", str(tmp_path / "names.toml"))
+    (tmp_path / "names.toml").write_text(f'here = "{tmp_path / "pool.toml"}"\n')
+    state = {"a.b": torch.ones(3), "a": {"b": torch.zeros(3)}}
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        ckpt.save(1, state).result()
+    with pytest.raises(CheckpointError, match=r"duplicated flatten key a\.b.*joins the keys"):
+        export_checkpoint(pool, "run", 1, tmp_path / "out", format="dcp")
+    torch.save(state, tmp_path / "x.pt")
+    for target in (tmp_path / "out", "hpstore://here/dcp/x"):
+        with pytest.raises(CheckpointError, match="joins the keys"):
+            torch_save_to_dcp(tmp_path / "x.pt", target)
+    assert not (tmp_path / "out").exists()
+    assert pool.list("dcp/") == []
 
 
 @pytest.mark.parametrize("kind", ["of torch", "of a StorageWriter"])

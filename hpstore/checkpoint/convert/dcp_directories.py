@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import (
     _EmptyStateDictLoadPlanner,
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -50,6 +51,20 @@ class OneByOne(DefaultSavePlanner):
         super().__init__()
         self._tensor = tensor
         self.resolved: set[object] = set()
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],  # Any: as torch has it
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        try:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        except ValueError as error:  # two paths with one name, as of {"a.b": 1, "a": {"b": 2}}
+            raise CheckpointError(
+                f"DCP cannot hold this state: {error}. It joins the keys on the way to an entry by "
+                "dots. Nothing was written. Leave one of the two out, or choose another format"
+            ) from error
 
     def resolve_data(self, write_item: WriteItem) -> Any:  # Any: a tensor or BytesIO, as torch has
         self.resolved.add(write_item.index)

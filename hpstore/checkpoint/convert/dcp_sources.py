@@ -19,7 +19,7 @@ from hpstore.checkpoint.convert.metadata_pickle import (
     nested,
     read_metadata_pickle,
 )
-from hpstore.checkpoint.convert.torch_files import require_bounded, require_bounded_tensors
+from hpstore.checkpoint.convert.torch_files import require_bounded, require_bounded_state
 from hpstore.checkpoint.dcp.dcp_metadata import manifest_at, torch_metadata
 from hpstore.checkpoint.dcp.storage_reader import checked_bytes
 from hpstore.checkpoint.format.backed_bytes import Backed
@@ -200,5 +200,5 @@ def _loaded(data: io.BytesIO, where: str, name: str) -> Any:
     """What torch.save wrote of an entry, of as many bytes as it may be of."""
     require_bounded(data, where)
     found = checked_bytes(data, name)
-    require_bounded_tensors(found, data.getbuffer().nbytes, where)
+    require_bounded_state(found, data.getbuffer().nbytes, where)
     return found

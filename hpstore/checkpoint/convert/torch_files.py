@@ -26,6 +26,8 @@ from hpstore.units import MIB
 _DESCRIPTOR = b"PK\x07\x08"
 _ENTRY = b"PK\x01\x02"
 _PIECE_BYTES = 16 * MIB
+_ENTRY_SHARE = 64  # bytes of memory for an entry: a pickle has one byte of it at least
+_MOST_LEVELS = 256  # of nested containers; a state that is saved has 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +134,7 @@ def read_torch_file(path: Path, *, allow_pickle: bool) -> Any:
             found = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
         else:
             found = _read_old_file(path)
-        require_bounded_tensors(found, path.stat().st_size, str(path))
+        require_bounded_state(found, path.stat().st_size, str(path))
         return found
     except (MemoryError, HpstoreError):
         raise
@@ -167,15 +169,48 @@ def require_bounded(file: BinaryIO, where: str) -> None:
     file.seek(0)
 
 
-def require_bounded_tensors(state: Any, stored_bytes: int, where: str) -> None:
-    """Raise MalformedFile for tensors that repeat a few bytes without end: a copy of one such as
-    torch.ones(1).expand(1 << 40) takes all memory."""
-    total = sum(_tensor_bytes(found) for found in tensors_in(state))
+def require_bounded_state(state: Any, stored_bytes: int, where: str) -> None:
+    """Raise MalformedFile for what repeats a few bytes without end: a copy of a tensor such as
+    torch.ones(1).expand(1 << 40) takes all memory, and so does a walk through lists that hold
+    another list twice, which holds another one twice."""
+    entries, total = _unfolded(state, where)
     most = most_inflated(stored_bytes)
     if total > most:
         raise MalformedFile(
             f"{where} has {stored_bytes} bytes and tensors of {total}: at most {most} are read"
         )
+    if entries > most // _ENTRY_SHARE:
+        raise MalformedFile(
+            f"{where} has {stored_bytes} bytes and lists and dicts that hold one another again and "
+            f"again, {entries} entries in all: at most {most // _ENTRY_SHARE} are read"
+        )
+
+
+def _unfolded(state: Any, where: str) -> tuple[int, int]:
+    """Entries of nested dicts, lists and tuples and bytes of tensors, of those that are there more
+    than once each time; each is looked at once. Raises MalformedFile for a state without end."""
+    known: dict[int, tuple[int, int]] = {}  # of containers, by id
+    above: set[int] = set()
+
+    def measure(value: Any, depth: int) -> tuple[int, int]:
+        if isinstance(value, torch.Tensor):
+            return 1, _tensor_bytes(value)
+        if not isinstance(value, (dict, list, tuple)):
+            return 1, 0
+        if id(value) in known:
+            return known[id(value)]
+        if id(value) in above or depth > _MOST_LEVELS:
+            raise MalformedFile(f"{where} is nested deeper than {_MOST_LEVELS}, or holds itself")
+        above.add(id(value))
+        entries, nbytes = 1, 0
+        for child in value.values() if isinstance(value, dict) else value:
+            more = measure(child, depth + 1)
+            entries, nbytes = entries + more[0], nbytes + more[1]
+        above.remove(id(value))
+        known[id(value)] = entries, nbytes
+        return known[id(value)]
+
+    return measure(state, 0)
 
 
 def _tensor_bytes(found: torch.Tensor) -> int:

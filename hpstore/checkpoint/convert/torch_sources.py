@@ -15,7 +15,7 @@ from hpstore.checkpoint.convert.torch_files import (
     packed_members,
     read_torch_file,
     require_bounded,
-    require_bounded_tensors,
+    require_bounded_state,
     tensors_in,
 )
 from hpstore.checkpoint.restore.fresh_memory import fresh
@@ -89,9 +89,9 @@ class TorchSource(AbstractContextManager["TorchSource"]):
                 f"{self._where} holds objects that only pickle can read, which runs code that its "
                 f"writer chose, or is malformed: {brief(error)}. Nothing was written"
             ) from error
+        require_bounded_state(self.state, size, self._where)
         for found in tensors_in(self.state):
             self._require_inside(found, size)
-        require_bounded_tensors(self.state, size, self._where)
         return self.state
 
     def _require_inside(self, found: torch.Tensor, size: int) -> None:
