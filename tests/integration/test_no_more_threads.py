@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import hpstore
-from hpstore.checkpoint import Checkpointer
+from hpstore.checkpoint import Checkpointer, Tier
 from hpstore.config import Settings
 from hpstore.errors import AlreadyClosed, HpstoreError, ThreadsExhausted
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field
@@ -234,3 +234,25 @@ def test_health_is_watched_as_soon_as_there_is_a_thread(config: Path) -> None:
             assert monitor._thread is None
         pool.get("big")
         assert monitor._thread is not None
+
+
+def test_a_copy_into_a_tier_waits_for_a_thread(config: Path, tmp_path: Path) -> None:
+    """wait() does not say that a step is copied which no thread was there for, and tries again."""
+    places = [tmp_path / f"c{i}" for i in range(2)]
+    cold = hpstore.create(places, data=1, parity=1, config=tmp_path / "cold.toml")
+    with (
+        cold,
+        hpstore.open(config) as pool,
+        Checkpointer(pool, "copied", rng=False, tiers=[Tier(pool=cold)]) as ckpt,
+    ):
+        (copier,) = ckpt.saver.tiers.copiers
+        ckpt.save(1, {"w": torch.ones(9)}).result()
+        assert ckpt.tiers.wait(60)
+        with threads_left(0):
+            copier.enqueue(2)
+            assert not ckpt.tiers.wait(60)
+            assert copier.held == (2,)
+        ckpt.save(2, {"w": torch.ones(9)}).result()
+        assert ckpt.tiers.wait(60)
+        assert not copier.held
+        assert copier.catalog.all() == [1, 2]

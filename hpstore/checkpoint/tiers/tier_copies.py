@@ -83,13 +83,19 @@ class TierCopier:
                     )
                 self._counters["tier_copies_skipped_total"] += 1
             self._waiting = step
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="hpstore-tier", daemon=True)
-                try:
-                    self._thread = start_thread(thread)
-                except ThreadsExhausted as error:  # the next commit tries again
-                    self._error = error
-                    _log.warning("step %d is not copied to %s: %s", step, self.tier.name, error)
+            self._start()
+
+    def _start(self) -> None:
+        """Have a thread for the step that waits; where there is none left, the next commit or
+        wait() tries again. Called with the lock held."""
+        if self._thread is not None or self._waiting is None:
+            return
+        thread = threading.Thread(target=self._run, name="hpstore-tier", daemon=True)
+        try:
+            self._thread = start_thread(thread)
+        except ThreadsExhausted as error:
+            self._error = error
+            _log.warning("step %d is not copied to %s: %s", self._waiting, self.tier.name, error)
 
     def _run(self) -> None:
         while (step := self._take()) is not None:
@@ -163,9 +169,12 @@ class TierCopier:
         )
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until nothing is under way or waits; False when that takes longer."""
+        """Until nothing is under way or waits; False when that takes longer, or no thread can be
+        started for it."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._thread is None, timeout)
+            self._start()
+            over = self._changed.wait_for(lambda: self._thread is None, timeout)
+            return over and self._waiting is None
 
     def end(self) -> None:
         """Give up what is under way, and what waits."""
@@ -259,7 +268,8 @@ class TierCopies:
         }
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until every step that is due is copied, or has failed; False when that takes longer."""
+        """Until every step that is due is copied, or has failed; False when that takes longer, or
+        no thread can be started for it."""
         if self._pid != os.getpid():
             return True
         until = None if timeout is None else time.monotonic() + timeout
