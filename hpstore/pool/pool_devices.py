@@ -325,16 +325,20 @@ class PoolDevices:
         Raises MembershipError where no device may be missing now, DeviceError.
         """
         self._session.require_writable()
-        member = self._session.member(device)
-        here = self._store.view.devices.get(member.device_id)
-        if here is None:
-            return  # missing, or released already
-        if survey_condition(self._store, ()).losses_tolerated < 1:
-            raise MembershipError(
-                f"{member.url} cannot be released: some object could not be read without it. "
-                "Nothing was changed. Rebuild, or bring missing devices back first."
-            )
+        with self._session.change():  # of two at once each would see the other's device there
+            member = self._session.member(device)
+            here = self._store.view.devices.get(member.device_id)
+            if here is None:
+                return  # missing, or released already
+            if survey_condition(self._store, ()).losses_tolerated < 1:
+                raise MembershipError(
+                    f"{member.url} cannot be released: some object could not be read without it. "
+                    "Nothing was changed. Rebuild, or bring missing devices back first."
+                )
+            self._mark_released(member, here)
+            self._session.refresh()
 
+    def _mark_released(self, member: Member, here: Device) -> None:
         def mark() -> None:
             here.write_small(RELEASED, b"released for maintenance; hpstore readmit ends it\n")
 
@@ -342,7 +346,6 @@ class PoolDevices:
         (answer,) = self._store.scheduler.gather({member.device_id: mark}, limit).values()
         if isinstance(answer, Exception):
             raise answer
-        self._session.refresh()
 
     def _end_release(self, member: Member) -> None:
         """Take the mark off a device that is back at one of its places; one that is not mounted yet

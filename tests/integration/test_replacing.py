@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,8 @@ from hpstore.cli import app
 from hpstore.devices.disk_location import locate, openers
 from hpstore.errors import LockTimeout, MembershipError
 from hpstore.format.records import IDENTITY_FILE
+from hpstore.maintenance.survey_condition import Condition, survey_condition
+from hpstore.pool import pool_devices
 from hpstore.pool.replace_device import replace_device
 
 
@@ -216,6 +220,42 @@ def test_a_disk_may_rest_only_while_nothing_needs_it(
     assert len(pool.admin.devices.places) == 5
     assert pool.rebuild().whole
     assert not list(tmp_path.glob("d*/released"))
+
+
+def test_two_that_release_at_once_leave_what_is_needed(
+    pool: hpstore.Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one looks after the first has marked its disk, not while it looks (rule 14)."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pool.put("k", bytes(200_000))
+    pool.admin.devices.begin_release(str(tmp_path / "d0"))
+    look, outcomes = survey_condition, list[str]()
+    with hpstore.open(tmp_path / "pool.toml") as other:
+
+        def second() -> None:
+            try:
+                other.admin.devices.begin_release(str(tmp_path / "d2"))
+                outcomes.append("released")
+            except MembershipError as error:
+                outcomes.append(str(error))
+
+        thread = threading.Thread(target=second)
+
+        def seen(*args: Any) -> Condition:
+            found = look(*args)
+            if not thread.ident:
+                thread.start()
+                thread.join(2)  # it ends here if nothing keeps it from looking now
+            return found
+
+        monkeypatch.setattr(pool_devices, "survey_condition", seen)
+        pool.admin.devices.begin_release(str(tmp_path / "d1"))
+        thread.join()
+    (refused,) = outcomes
+    assert "cannot be released" in refused
+    assert pool.get("k") == bytes(200_000)
+    for number in (0, 1):
+        pool.readmit(str(tmp_path / f"d{number}"))
 
 
 def test_an_order_that_the_agent_would_not_hear_is_refused(
