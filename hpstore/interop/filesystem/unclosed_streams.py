@@ -51,8 +51,9 @@ def remember(stream: Closable) -> None:
 
 
 def _at_exit() -> None:
-    """Close what is open; after an exception that ended the program nothing is stored."""
-    failed = getattr(sys, "last_value", None) is not None
+    """Close what is open; after an exception that ended the program nothing is stored. At a prompt,
+    as in a notebook, an exception ends nothing, however long ago it was."""
+    failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     # text first: it is written into the stream below
     for stream in sorted(_open, key=lambda one: not isinstance(one, io.TextIOBase)):
         if stream.closed or not stream.unfinished:

@@ -67,6 +67,8 @@ class FileSource:
         if not stat.S_ISREG(status.st_mode):
             raise TypeError("data is not a regular file: read() it, and pass its bytes")
         self.size = status.st_size
+        if not self.size and os.pread(self._file, 1, 0):  # of /proc and such
+            raise TypeError("the size of this file is not known: read() it, and pass its bytes")
 
     def view(self, start: int, end: int) -> Bytes | None:
         return None
