@@ -14,6 +14,7 @@ import logging
 import sys
 
 from hpstore.cli.command_tree import app
+from hpstore.cli.output import VisibleLog, write_err
 from hpstore.errors import HpstoreError
 
 
@@ -21,14 +22,16 @@ def main() -> None:
     """Run the command line; errors become one line and their class' exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # an ASCII terminal shows every key
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(VisibleLog("%(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
         app(prog_name="hpstore")  # also of `python -m hpstore`, for completion scripts
     except HpstoreError as error:
-        sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
+        write_err(f"hpstore: {type(error).__name__}: {error}\n")
         sys.exit(error.exit_code)
     except OSError as error:
-        sys.stderr.write(f"hpstore: {error}\n")
+        write_err(f"hpstore: {error}\n")
         sys.exit(1)
 
 

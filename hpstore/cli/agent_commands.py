@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import sys
 import threading
@@ -17,7 +16,15 @@ from typer.core import TyperGroup
 
 import hpstore
 from hpstore.cli.options import Json, PoolName
-from hpstore.cli.output import StdoutConsole, emit_json, json_text, table
+from hpstore.cli.output import (
+    StdoutConsole,
+    emit_json,
+    json_text,
+    log_with_times,
+    table,
+    write_err,
+    write_out,
+)
 from hpstore.config import PoolConfig, find_config
 from hpstore.pool.pool import Pool
 from hpstore.units import format_bytes, format_seconds
@@ -77,9 +84,7 @@ def run(
     from hpstore.agent import Agent
     from hpstore.agent.http_server import StatusServer
 
-    logging.getLogger("hpstore").setLevel(logging.INFO)
-    for handler in logging.getLogger().handlers:  # it runs for months: when matters
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log_with_times()
     config = find_config(pool)
     with ExitStack() as stack:
         opened = stack.enter_context(Pool(config, read_only=dry_run))
@@ -92,7 +97,7 @@ def run(
         server = None if listen == "none" else stack.enter_context(StatusServer(listen))
         stop = stack.enter_context(_stopped_by_signals())
         if server is not None:
-            sys.stderr.write(f"hpstore: status page and metrics at {server.url}\n")
+            write_err(f"hpstore: status page and metrics at {server.url}\n")
 
         def each(status: AgentStatus) -> None:
             if server is not None:
@@ -120,7 +125,7 @@ def status(
     if as_json:
         emit_json({"running": found is not None, **(found or {})})
     elif found is None:
-        sys.stdout.write(f"no agent of {pool} runs on this node\n")
+        write_out(f"no agent of {pool} runs on this node\n")
     else:
         StdoutConsole().print(agent_view(found))
     if found is None:
@@ -182,15 +187,15 @@ def show_agent(status: AgentStatus) -> None:
     table("", ("device", "url", "state", "pool says", "probe", "free", "why"), rows)
     found = status.condition
     if found is not None:
-        sys.stdout.write(
+        write_out(
             f"{found.objects} objects: {found.degraded} degraded, {found.unreadable} unreadable "
             f"now; {found.losses_tolerated} more devices may be lost\n"
             + ("" if status.condition_current else f"{LOOKING_AGAIN}\n")
         )
     for why, count in status.put_off.items():
-        sys.stdout.write(f"put off: {count} objects: {why}\n")
+        write_out(f"put off: {count} objects: {why}\n")
     for warning in status.warnings:
-        sys.stdout.write(f"WARNING {warning}\n")
+        write_out(f"WARNING {warning}\n")
     for event in status.events[:10]:
         at = datetime.fromtimestamp(event.at_ms / 1000, UTC).strftime("%H:%M:%S")
-        sys.stdout.write(f"{at} {event.text}\n")
+        write_out(f"{at} {event.text}\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +14,7 @@ import typer
 
 from hpstore.cli.confirm import agree_to_replace
 from hpstore.cli.options import Yes
-from hpstore.cli.output import emit_json, json_text, table
+from hpstore.cli.output import emit_json, json_text, table, write_out
 from hpstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ def _show(results: Mapping[str, object], json_file: str) -> None:
     if json_file == "-":
         emit_json(results)
     else:
-        sys.stdout.write(describe(results))
+        write_out(describe(results))
         show_stages(results)
 
 

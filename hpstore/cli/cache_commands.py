@@ -3,7 +3,6 @@ need, is imported when one runs."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from hpstore.cli.options import Json
-from hpstore.cli.output import emit_json, table
+from hpstore.cli.output import emit_json, table, write_err, write_out
 from hpstore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,13 +89,13 @@ def play(
         _print(trace.name, named, found, rows)
     if plot is not None:  # last: a picture that cannot be written leaves the figures
         _draw(plot, trace.name, found, rows)
-        sys.stderr.write(f"drawn: {plot}\n")
+        write_err(f"drawn: {plot}\n")
 
 
 def _print(
     name: str, policies: tuple[str, ...], found: RecordedTrace, rows: list[CapacityRow]
 ) -> None:
-    sys.stdout.write(
+    write_out(
         f"{name}: {len(found.requests):,} requests of {found.blocks:,} blocks, "
         f"{found.format}{', cut' if found.cut else ''}; hit ratios in %\n"
     )

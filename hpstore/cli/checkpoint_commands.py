@@ -6,7 +6,6 @@ and collect garbage.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +17,7 @@ from hpstore.cli.confirm import agree, first_of
 from hpstore.cli.copy_command import copy
 from hpstore.cli.export_import import export, import_
 from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes
-from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
+from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table, write_err, write_out
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.retention_command import retention
 from hpstore.cli.rollback_commands import hidden_line, rollback, undo_rollback
@@ -86,9 +85,9 @@ def ls(
         table("", columns, cells)
         _show(rollbacks)
     if absent:
-        sys.stderr.write(f"hpstore: {absent}\n")
+        write_err(f"hpstore: {absent}\n")
     for step, problem in problems.items():
-        sys.stderr.write(f"hpstore: step {step} cannot be listed: {problem}\n")
+        write_err(f"hpstore: step {step} cannot be listed: {problem}\n")
     if problems:
         raise typer.Exit(next(iter(problems.values())).exit_code)
 
@@ -104,7 +103,7 @@ def _rollbacks(steps: StepCatalog) -> list[Rollback]:
 
 def _show(rollbacks: Sequence[Rollback]) -> None:
     for found in rollbacks:
-        sys.stdout.write(f"{hidden_line(found)}\n")
+        write_out(f"{hidden_line(found)}\n")
 
 
 @checkpoints.command()
@@ -135,7 +134,7 @@ def inspect(
             emit_json(sizes.as_dict(depth)) if as_json else show_sizes(sizes, depth)
             return
         names = [name for name, kept in steps.protected().items() if kept == manifest.step]
-        named = [manifest_key(prefix, manifest.step), *(s.key for s in manifest.objects)]
+        named = [manifest_key(steps.prefix, manifest.step), *(s.key for s in manifest.objects)]
         tolerated = [opened.stat(key).losses_tolerated for key in named]
     found = described(manifest, keys, names, min(tolerated))
     if as_json:
@@ -182,7 +181,7 @@ def verify(
         emit_json(rows if every else rows[0])
     else:
         for number, report in found.items():
-            sys.stdout.write(f"step {number}: {_said(report)}\n")
+            write_out(f"step {number}: {_said(report)}\n")
     if not all(not isinstance(r, HpstoreError) and r.ok for r in found.values()):
         raise typer.Exit(UNMENDED_EXIT_CODE)
 
@@ -240,11 +239,11 @@ def rm(
                 found.delete(step, force=force)
             except HpstoreError as error:
                 failed[step] = error
-                sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
+                write_err(f"hpstore: {type(error).__name__}: {error}\n")
             else:
                 deleted.append(step)
                 if not as_json:
-                    sys.stdout.write(f"step {step} is deleted\n")
+                    write_out(f"step {step} is deleted\n")
     if as_json:
         emit_json({"deleted": deleted, "failed": {n: str(why) for n, why in failed.items()}})
     if failed:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import hpstore
 from hpstore.cli.options import Json, Keys, PoolName, Prefix
-from hpstore.cli.output import emit_json, table
+from hpstore.cli.output import emit_json, table, write_out
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
 
@@ -49,7 +48,7 @@ def diff(
 
 def _show(found: StepDiff, *, norms: bool) -> None:
     """The summary, then what differs."""
-    sys.stdout.write(found.summary + "\n")
+    write_out(found.summary + "\n")
     if found.tensors:
         headings = (*_HEADINGS, *_NORMS) if norms else _HEADINGS
         table("", headings, [_cells(change, norms=norms) for change in found.tensors])

@@ -9,14 +9,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.markup import escape
 from rich.tree import Tree
 
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import by_name
 from hpstore.checkpoint.restore.tensor_stream import tensor_bytes
 from hpstore.checkpoint.state.tree_paths import leaves, subtree
-from hpstore.cli.output import StdoutConsole
+from hpstore.cli.output import StdoutConsole, plain, write_out
+from hpstore.cli.size_tree import split_path
 from hpstore.units import format_bytes
 
 
@@ -183,19 +183,19 @@ def show_tree(found: Description) -> None:
     root = Tree(f"step {found.summary['step']}")
     branches: dict[str, Tree] = {"": root}
     for path, facts in found.tensors.items():
-        where, _, name = path.rpartition("/")
-        _branch(branches, where).add(f"{escape(name)}  {escape(_tensor_line(facts))}")
+        *above, name = split_path(path)
+        _branch(branches, "/".join(above)).add(plain(f"{name}  {_tensor_line(facts)}"))
     for path, text in found.values.items():
-        where, _, name = path.rpartition("/")
-        _branch(branches, where).add(f"{escape(name)} = {escape(text)}")
+        *above, name = split_path(path)
+        _branch(branches, "/".join(above)).add(plain(f"{name} = {text}"))
     StdoutConsole(width=None if sys.stdout.isatty() else 160, highlight=False).print(root)
-    sys.stdout.write(_summary_text(found))
+    write_out(_summary_text(found))
 
 
 def _branch(branches: dict[str, Tree], path: str) -> Tree:
     if path not in branches:
         where, _, name = path.rpartition("/")
-        branches[path] = _branch(branches, where).add(escape(name))
+        branches[path] = _branch(branches, where).add(plain(name))
     return branches[path]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import typer
 
-from hpstore.cli.output import appears_whole
+from hpstore.cli.output import appears_whole, visible, write_err
 from hpstore.errors import ConfigError
 
 REFUSED_EXIT_CODE = 1  # the answer was no
@@ -32,8 +32,8 @@ def agree(question: str, *, yes: bool, named: bool = False) -> None:
         raise ConfigError(
             f"{question}? There is no terminal to ask, and nothing was changed: say --yes"
         )
-    if not typer.confirm(f"{question}?", err=True):
-        sys.stderr.write("nothing was changed\n")
+    if not typer.confirm(visible(f"{question}?"), err=True):
+        write_err("nothing was changed\n")
         raise typer.Exit(REFUSED_EXIT_CODE)
 
 

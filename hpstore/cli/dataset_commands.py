@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import typer
 import hpstore
 from hpstore.cli.confirm import agree
 from hpstore.cli.options import Json, PoolName, Ray, Yes, size_option
-from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table
+from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, say, table, write_out
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.units import MIB, format_bytes
 
@@ -148,16 +147,16 @@ def _show_ingest(report: IngestReport) -> None:
     if "seed" in report.order:
         order += f" with seed {report.order['seed']}"
     went_on = f", {report.resumed_samples} of them before" if report.resumed_samples else ""
-    sys.stdout.write(
+    write_out(
         f"{report.name}: {report.samples} samples{went_on}, {format_bytes(report.bytes)} from "
         f"{report.source} ({report.format}) in {report.seconds:.1f} s; fields "
         f"{', '.join(report.fields)}; {order}; {len(report.skipped)} bad records left out, "
         f"{report.ignored} other entries ignored\n"
     )
     for skipped in report.skipped[:_SHOWN]:
-        sys.stdout.write(f"LEFT OUT {skipped.name}: {skipped.problem}\n")
+        write_out(f"LEFT OUT {skipped.name}: {skipped.problem}\n")
     if len(report.skipped) > _SHOWN:
-        sys.stdout.write(f"and {len(report.skipped) - _SHOWN} more (all of them: --json)\n")
+        write_out(f"and {len(report.skipped) - _SHOWN} more (all of them: --json)\n")
 
 
 @datasets.command()
@@ -355,7 +354,7 @@ def info(pool: PoolName, name: Name, version: Version = None, as_json: Json = Fa
         table("", ("field", "classes", "names"), [_named(n, c) for n, c in classes.items()])
     for key, value in manifest.metadata.items():
         if key != "classes" or not classes:
-            sys.stdout.write(f"{key}: {value}\n")
+            write_out(f"{key}: {value}\n")
 
 
 def _named(field: str, names: Sequence[str]) -> tuple[str, int, str]:
@@ -386,7 +385,7 @@ def verify(pool: PoolName, name: Name, version: Version = None, as_json: Json = 
 
 
 def _show_verified(report: DatasetReport) -> None:
-    sys.stdout.write(
+    write_out(
         f"{report.name}: {report.samples} samples, {format_bytes(report.bytes)} read: "
         + (
             "clean\n"
@@ -395,9 +394,9 @@ def _show_verified(report: DatasetReport) -> None:
         )
     )
     for sample in report.bad_samples[:_SHOWN]:
-        sys.stdout.write(f"BAD sample {sample}\n")
+        write_out(f"BAD sample {sample}\n")
     for problem in report.problems[:_SHOWN]:
-        sys.stdout.write(f"PROBLEM {problem}\n")
+        write_out(f"PROBLEM {problem}\n")
 
 
 @datasets.command()

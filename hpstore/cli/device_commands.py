@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import asdict
 from typing import Annotated
@@ -13,7 +12,7 @@ import hpstore
 from hpstore.cli import agent_requests
 from hpstore.cli.confirm import agree
 from hpstore.cli.options import AllowRootDisk, DeviceName, Force, Json, PoolName, Rate, Yes
-from hpstore.cli.output import UNMENDED_EXIT_CODE, say
+from hpstore.cli.output import UNMENDED_EXIT_CODE, say, write_err
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.config import Settings
 from hpstore.errors import ConfigError, HpstoreError, without_promise
@@ -118,7 +117,7 @@ def readmit(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
         "agent": ("unheard" if unheard else None) if given is None else given.outcome,
     }
     if unheard:
-        sys.stderr.write(f"hpstore: note: the agent here did not take the order: {unheard}\n")
+        write_err(f"hpstore: note: the agent here did not take the order: {unheard}\n")
     say(
         facts,
         ("" if given is None else f"{given}\n") + f"{device} is online{detail}",
@@ -235,7 +234,7 @@ def sit_out(pool: PoolName, device: DeviceName, as_json: Json = False) -> None:
 def note_shared_disks(urls: Collection[str]) -> None:
     """Say it once, where devices share a disk."""
     if note := sharing_note(urls):
-        sys.stderr.write(f"hpstore: note: {note}\n")
+        write_err(f"hpstore: note: {note}\n")
 
 
 def sharing(group: str, mode: str | None) -> Settings:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import asdict, dataclass
 
-from hpstore.cli.output import table
+from hpstore.cli.output import table, write_out
 from hpstore.durability import (
     DOMAIN,
     Estimate,
@@ -143,7 +142,7 @@ def show_report(answer: DurabilityReport, size: int) -> None:
     group, poisson = answer.group, answer.window
     if answer.pool is not None:
         _show_pool(answer.pool)
-    sys.stdout.write(
+    write_out(
         f"{group.data}+{group.parity}, {answer.groups} group{'s' * (answer.groups > 1)}, a device "
         f"fails {100 * group.afr:g} % a year, whole again after {group.repair_hours:.4g} h"
         f"{_sharing(group)}\n"
@@ -170,17 +169,17 @@ def show_report(answer: DurabilityReport, size: int) -> None:
     )
     rows.append(("Poisson window (optimistic)", f"{any_window:.3e}", f"{nines(any_window):.2f}"))
     table("", ("model", "loss in a year", "nines"), rows)
-    sys.stdout.write(
+    write_out(
         f"In one window of {group.repair_hours:.4g} h: {poisson.expected:.4e} failures expected, "
         f"P({group.parity} failures) = {poisson.exactly_parity:.3e}, "
         f"P(more, data lost) = {poisson.beyond_parity:.3e}; {poisson.per_year:.2f} windows a year\n"
     )
     for cause in answer.causes:
-        sys.stdout.write(f"Counted: {_cause_words(cause)}.\n")
+        write_out(f"Counted: {_cause_words(cause)}.\n")
     if answer.schemes:
         _show_schemes(answer, size)
-    sys.stdout.write("".join(f"Left out: {line}.\n" for line in answer.left_out()))
-    sys.stdout.write(
+    write_out("".join(f"Left out: {line}.\n" for line in answer.left_out()))
+    write_out(
         f"One event in a million years that takes {group.parity + 1} devices at once already means "
         "6 nines.\n"
     )
@@ -218,7 +217,7 @@ def _show_pool(pool: PoolFigures) -> None:
         ],
     )
     most = "any number" if pool.units_most is None else str(pool.units_most)
-    sys.stdout.write(f"Units of a stripe in one domain: {most}. {pool.rebuild_from}\n")
+    write_out(f"Units of a stripe in one domain: {most}. {pool.rebuild_from}\n")
 
 
 def _within(hours: float) -> str:

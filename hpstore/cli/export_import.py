@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 import hpstore
 from hpstore.cli.confirm import agree_to_replace
 from hpstore.cli.options import Json, Keys, PoolName, Prefix, StepName, Yes, size_option
-from hpstore.cli.output import emit_json
+from hpstore.cli.output import emit_json, write_out
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.units import GIB, format_bytes
@@ -89,14 +88,14 @@ def export(
 
 def _say(report: ExportReport, dtype: str | None) -> None:
     """What was written, for people."""
-    sys.stdout.write(
+    write_out(
         f"step {report.step} as {report.format}: {report.tensors} tensors, "
         f"{format_bytes(report.bytes)} in {len(report.files)} files at {report.path}\n"
     )
     if report.cast:
-        sys.stdout.write(f"cast to {dtype}: {_some(report.cast, 'tensors')}\n")
+        write_out(f"cast to {dtype}: {_some(report.cast, 'tensors')}\n")
     if report.left_out:
-        sys.stdout.write(f"left out {_some(report.left_out, 'entries')}\n")
+        write_out(f"left out {_some(report.left_out, 'entries')}\n")
 
 
 def _some(names: Sequence[str], word: str) -> str:
@@ -130,6 +129,7 @@ def import_(
     """
     from hpstore.checkpoint import import_checkpoint
 
+    prefix = prefix.strip("/")  # as the commands that look for steps take it
     with hpstore.open(pool) as opened, progress_bar("import") as bar:
         report = import_checkpoint(
             opened,
@@ -147,7 +147,7 @@ def import_(
     if as_json:
         emit_json(report.as_dict())
         return
-    sys.stdout.write(
+    write_out(
         f"{report.path} is step {report.step} under {prefix}: {report.tensors} tensors, "
         f"{format_bytes(report.bytes)}\n"
     )

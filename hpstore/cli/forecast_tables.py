@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-from hpstore.cli.output import table
+from hpstore.cli.output import table, write_out
 
 if TYPE_CHECKING:
     from hpstore.health.forecast.alarm_scores import AlarmOutcome, Interval
@@ -20,7 +19,7 @@ def show_choice(model: ForecastModel) -> None:
     """Which score the alarms come from, and what it was compared with."""
     choice = model.card.choice
     if not isinstance(choice, dict):
-        sys.stdout.write("alarms come from the sum of SMART counters: an old model, not compared\n")
+        write_out("alarms come from the sum of SMART counters: an old model, not compared\n")
         return
     parts = [
         f"{name} {found['over_sum']:+.3f} "
@@ -33,7 +32,7 @@ def show_choice(model: ForecastModel) -> None:
         if model.judged_by == "sum"
         else "it was shown to find more than the sum"
     )
-    sys.stdout.write(
+    write_out(
         f"alarms come from: {model.judged_by}. On the training days, drives apart, {why}: FDR "
         f"above that of the sum, 95 %: {', '.join(parts)}\n"
     )
@@ -45,7 +44,7 @@ def show_evaluation(found: ForecastEvaluation) -> None:
 
     _show_scores(found)
     silent = found.no_signal / found.failed_drives
-    sys.stdout.write(
+    write_out(
         f"{found.failed_drives} drives that failed and {found.healthy_drives} that lived, "
         f"{found.after} to {found.until}. A failure counts as found by an alarm 1 to "
         f"{found.horizon_days} days before it\n"
@@ -58,9 +57,9 @@ def show_evaluation(found: ForecastEvaluation) -> None:
         _show_reliability(found.reliability, found.horizon_days)
     if found.refused:
         shown = ", ".join(f"{name} ({count})" for name, count in list(found.refused.items())[:8])
-        sys.stdout.write(f"refused, not in the model's card: {shown}\n")
+        write_out(f"refused, not in the model's card: {shown}\n")
     if max(result.at_far.fdr for result in found.scores.values()) > LEAK_FDR:
-        sys.stdout.write(f"an FDR above {LEAK_FDR} is a leak until proven otherwise\n")
+        write_out(f"an FDR above {LEAK_FDR} is a leak until proven otherwise\n")
 
 
 def _show_scores(found: ForecastEvaluation) -> None:
@@ -131,7 +130,7 @@ def _show_families(found: ForecastEvaluation) -> None:
         rows,
     )
     if len(worst) > _FAMILIES:
-        sys.stdout.write(f"and {len(worst) - _FAMILIES} more families (--json has all)\n")
+        write_out(f"and {len(worst) - _FAMILIES} more families (--json has all)\n")
 
 
 def _show_reliability(found: Reliability, horizon: int) -> None:
@@ -150,7 +149,7 @@ def _show_reliability(found: Reliability, horizon: int) -> None:
             for row in found.bins
         ],
     )
-    sys.stdout.write(
+    write_out(
         f"{found.predicted_days:.0f} days before a failure were predicted, {found.observed_days} "
         "were seen. Probabilities hold for drives as in the training files: with a tenth of the "
         "healthy ones they are up to ten times too high\n"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Annotated
 
 import typer
 
 from hpstore.cli.options import Json
-from hpstore.cli.output import emit_json, table
+from hpstore.cli.output import emit_json, table, write_out
 from hpstore.config import find_config
 from hpstore.errors import ConfigError
 
@@ -49,7 +48,7 @@ def run(
         rows.append((asked, where, found.route, found.reason, "; ".join(found.doubts)))
     table("", ("directory", "mount", "GPUDirect", "because", "doubts"), rows)
     if not any(verdict.direct for verdict in verdicts):
-        sys.stdout.write("Reads reach the GPU over pinned host memory.\n")
+        write_out("Reads reach the GPU over pinned host memory.\n")
 
 
 def _directories(place: str) -> list[str]:

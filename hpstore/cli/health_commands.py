@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,7 @@ from hpstore.cli.agent_requests import tell
 from hpstore.cli.confirm import agree_to_replace
 from hpstore.cli.forecast_tables import show_choice, show_evaluation
 from hpstore.cli.options import DeviceName, Json, PoolName, Yes, size_option
-from hpstore.cli.output import emit_json, output_file, require_place, table
+from hpstore.cli.output import emit_json, output_file, require_place, table, write_err, write_out
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.errors import ConfigError, ForecastError
 from hpstore.health.policy.operator_commands import Command
@@ -108,7 +107,7 @@ def _show_trained(
     _show_bad(bad)
     _show_card(model, out)
     if isinstance(judged, str):
-        sys.stdout.write(f"not evaluated: {judged}\n")
+        write_out(f"not evaluated: {judged}\n")
     else:
         show_evaluation(judged)
 
@@ -263,20 +262,20 @@ def _load(files: list[Path], bad: BadRows, family: str | None, memory: int) -> G
             progress=lambda count: bar.advance(count, total),
         )
     if gathered.healthy_share < 1:
-        sys.stderr.write(
+        write_err(
             f"hpstore: note: {100 * gathered.healthy_share:.1f} % of the healthy drives fit into "
             f"{format_bytes(memory)} of memory; the others were left out\n"
         )
     if gathered.repeated:
-        sys.stderr.write(f"hpstore: note: {gathered.repeated} rows repeat a drive and day\n")
+        write_err(f"hpstore: note: {gathered.repeated} rows repeat a drive and day\n")
     return gathered
 
 
 def _show_bad(bad: BadRows) -> None:
     for line in bad.named:
-        sys.stderr.write(f"LEFT OUT {line}\n")
+        write_err(f"LEFT OUT {line}\n")
     if bad.count > len(bad.named):
-        sys.stderr.write(f"and {bad.count - len(bad.named)} more bad rows\n")
+        write_err(f"and {bad.count - len(bad.named)} more bad rows\n")
 
 
 def _show_card(model: ForecastModel, path: str) -> None:
@@ -287,7 +286,7 @@ def _show_card(model: ForecastModel, path: str) -> None:
         for name, facts in card.left_out.items()
     ]
     table("", ("family", "drives", "failed", ""), rows)
-    sys.stdout.write(
+    write_out(
         f"{path}: failures within {card.horizon_days} days, learned from {card.known_from} to "
         f"{card.known_until}: {card.positive_rows} days before failures, {card.negative_rows} of "
         f"healthy drives, {len(model.parts)} parts\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import hpstore
-from hpstore.cli.output import emit_json, table
+from hpstore.cli.output import emit_json, table, write_err, write_out
 from hpstore.errors import ForecastError
 from hpstore.health.forecast import disk_record as records
 from hpstore.health.forecast.drive_histories import DriveHistory, Gathered
@@ -62,7 +61,7 @@ def report_files(
         _show([(f.serial, f) for f in shown])
     counts = Counter(f.risk for f in found)
     said = ", ".join(f"{counts[risk]} {risk}" for risk in reversed(_ORDER) if counts[risk])
-    sys.stdout.write(f"{len(found)} drives: {said or 'none'}; {failed} have failed before\n")
+    write_out(f"{len(found)} drives: {said or 'none'}; {failed} have failed before\n")
     _show_refusals(found)
 
 
@@ -78,7 +77,7 @@ def report_machine(
         bad = BadRows()
         before = recorded(record, bad)
         for line in bad.named:
-            sys.stderr.write(f"LEFT OUT {line}\n")
+            write_err(f"LEFT OUT {line}\n")
         records.append(str(record), today, answered)
     activity = read_diskstats()
     judged = [(r, judge_reading(forecaster, r, before.get(r.serial), today)) for r in readings]
@@ -97,15 +96,15 @@ def report_machine(
         )
         return
     if not readings:
-        sys.stdout.write("no disk in /sys/block\n")
+        write_out("no disk in /sys/block\n")
         return
     if answered:
         _show([(r.device, f) for r, f in judged])
     for reading, _ in judged:
         if reading.readout is not Readout.OK:
-            sys.stdout.write(f"{reading.device}: {reading.readout}: {reading.problem}\n")
+            write_out(f"{reading.device}: {reading.readout}: {reading.problem}\n")
         for note in reading.notes:
-            sys.stdout.write(f"{reading.device}: note: {note}\n")
+            write_out(f"{reading.device}: note: {note}\n")
     _show_refusals([f for _, f in judged if f is not None])
 
 
@@ -138,4 +137,4 @@ def _score(found: Forecast) -> str:
 
 def _show_refusals(found: Sequence[Forecast]) -> None:
     for reason, count in Counter(f.refusal for f in found if f.refusal).most_common(8):
-        sys.stdout.write(f"no forecast for {count} drives: {reason}\n")
+        write_out(f"no forecast for {count} drives: {reason}\n")

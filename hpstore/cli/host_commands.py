@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 
 from hpstore.agent.http_server import parse_listen
 from hpstore.cli.options import Json, size_option
-from hpstore.cli.output import say
+from hpstore.cli.output import log_with_times, say
 from hpstore.config import Settings
 from hpstore.errors import ConfigError
 from hpstore.units import GIB, MIB
@@ -61,7 +60,7 @@ def serve(
         from hpstore.hosts.running_service import default_certificates, run_until_ended, serving
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed: {_NEEDS}") from error
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    log_with_times()
     host, port = parse_listen(listen)
     settings = Settings(
         tls=tls,

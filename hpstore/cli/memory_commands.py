@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from hpstore.cli.options import Json, complete_pool
-from hpstore.cli.output import emit_json, say, table
+from hpstore.cli.output import emit_json, say, table, write_out
 from hpstore.config import Settings, find_config
 from hpstore.errors import ConfigError
 from hpstore.node_memory.kept_datasets import KeptDataset, free_datasets, kept_datasets
@@ -44,11 +43,11 @@ def show(pool: Place = "", as_json: Json = False) -> None:
     if as_json:
         emit_json(found.as_dict())
     elif not found.datasets:
-        sys.stdout.write("nothing is kept in this node's memory\n")
+        write_out("nothing is kept in this node's memory\n")
     else:
         columns = ("dataset", "pool", "memory", "filled", "processes", "unused for", "freed")
         table("", columns, [_row(one) for one in found.datasets])
-        sys.stdout.write(f"{format_bytes(found.bytes)}, kept by process {found.process}\n")
+        write_out(f"{format_bytes(found.bytes)}, kept by process {found.process}\n")
 
 
 @memory.command()

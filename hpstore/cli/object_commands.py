@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 import typer
 
@@ -18,11 +17,15 @@ from hpstore.cli.output import (
     UNMENDED_EXIT_CODE,
     appears_whole,
     emit_json,
+    input_file,
     output_file,
     require_place,
     say,
     standard_input,
     table,
+    write_err,
+    write_keys,
+    write_out,
 )
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.errors import (
@@ -60,7 +63,7 @@ def put(
     if not (yes or if_absent) and on_terminal():
         _agree_to_replace(pool, key)
     with (
-        standard_input() if str(file) == "-" else _opened(file) as source,
+        standard_input() if str(file) == "-" else input_file(file) as source,
         hpstore.open(pool) as opened,
         progress_bar(key) as bar,
     ):
@@ -89,12 +92,6 @@ def _agree_to_replace(pool: str, key: str) -> None:
         except (TooManyErasures, IntegrityError):
             found = "which cannot be read now"
     agree(f"replace object {key} of {pool}, {found}", yes=False)
-
-
-def _opened(file: Path) -> BinaryIO:
-    if not file.is_file():
-        raise ConfigError(f"{file} is not a file")
-    return file.open("rb")
 
 
 def get(
@@ -165,7 +162,7 @@ def ls(
             if as_json:
                 emit_json(keys)
             else:
-                sys.stdout.write("".join(f"{key}\n" for key in keys))
+                write_keys(keys)
             return
         found = [(key, facts) for key in keys if (facts := _stat(opened, key)) is not None]
     unreadable = sum(isinstance(facts, str) for _, facts in found)
@@ -190,7 +187,7 @@ def ls(
         ]
         table("", ("key", "size", "layout", "losses tolerated"), rows)
     if unreadable:
-        sys.stderr.write(f"hpstore: {unreadable} of {len(found)} objects cannot be read\n")
+        write_err(f"hpstore: {unreadable} of {len(found)} objects cannot be read\n")
         raise typer.Exit(UNMENDED_EXIT_CODE)
 
 
@@ -229,7 +226,7 @@ def versions(pool: PoolName, key: Key, as_json: Json = False) -> None:
     if as_json:
         emit_json([version.as_dict() for version in found])
     elif not found:
-        sys.stdout.write(f"no version of {key}\n")
+        write_out(f"no version of {key}\n")
     else:
         rows = [
             (
@@ -265,14 +262,14 @@ def rm(
     broken = [error for error in failed.values() if not isinstance(error, ObjectNotFound)]
     if not ignore_missing:
         for key in absent:
-            sys.stderr.write(f"hpstore: ObjectNotFound: {failed[key]}\n")
+            write_err(f"hpstore: ObjectNotFound: {failed[key]}\n")
     if as_json:
         deleted = [key for key in dict.fromkeys(keys) if key not in failed]
         failures = {"failed": [str(error) for error in broken]} if broken else {}
         emit_json({"deleted": deleted, "absent": absent, **failures})
     if broken:
         for reason in broken[:-1]:
-            sys.stderr.write(f"hpstore: {type(reason).__name__}: {reason}\n")
+            write_err(f"hpstore: {type(reason).__name__}: {reason}\n")
         raise broken[-1]
     if absent and not ignore_missing:
         raise typer.Exit(ObjectNotFound.exit_code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import secrets
@@ -10,6 +11,7 @@ import shutil
 import stat
 import sys
 import tempfile
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +46,56 @@ def _finite(value: object) -> object:
     return value
 
 
+def visible(text: str) -> str:
+    """Text that a terminal shows and does not obey: what steers it, such as an escape sequence in
+    the name of a tensor, is written as Python writes it. Lines and spaces stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" or unicodedata.category(c) == "Zs" else _escape(c)
+        for c in text
+    )
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def plain(value: object, style: str = "") -> Text:
+    """A value in a table or a tree; brackets in it are what they are, not rich's markup."""
+    return Text(visible(str(value)), style)
+
+
+def write_out(text: str) -> None:
+    """Text for people on standard output."""
+    sys.stdout.write(visible(text))
+
+
+def write_err(text: str) -> None:
+    """Text for people on standard error."""
+    sys.stderr.write(visible(text))
+
+
+def write_keys(keys: Sequence[str]) -> None:
+    """A line each; for another program as they are."""
+    text = "".join(f"{key}\n" for key in keys)
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+
+
+class VisibleLog(logging.Formatter):
+    """Lines of the log for a terminal or a journal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def log_with_times() -> None:
+    """What a command that runs for months does: with INFO, and when it was."""
+    logging.getLogger("hpstore").setLevel(logging.INFO)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(VisibleLog("%(asctime)s %(levelname)s %(message)s"))
+
+
 def emit_json(value: object) -> None:
     """One JSON document on standard output."""
     sys.stdout.write(json_text(value, indent=1) + "\n")
@@ -54,7 +106,7 @@ def say(facts: object, text: str, *, as_json: bool) -> None:
     if as_json:
         emit_json(facts)
     else:
-        sys.stdout.write(text + "\n")
+        write_out(text + "\n")
 
 
 class StdoutConsole(Console):
@@ -65,12 +117,12 @@ class StdoutConsole(Console):
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on standard output; brackets in it are what they are, not rich's markup."""
-    made = Table(title=title or None, title_justify="left")
+    """A table on standard output."""
+    made = Table(title=plain(title) if title else None, title_justify="left")
     for column in columns:
         made.add_column(column, overflow="fold")
     for row in rows:
-        made.add_row(*(Text(str(value)) for value in row))
+        made.add_row(*map(plain, row))
     StdoutConsole(width=None if sys.stdout.isatty() else 160).print(made)
 
 
@@ -123,11 +175,32 @@ def standard_input() -> Iterator[BinaryIO]:
     Raises ConfigError when it is closed."""
     if sys.stdin is None:
         raise ConfigError("standard input is closed: there is nothing to store")
-    if stat.S_ISREG(os.fstat(sys.stdin.fileno()).st_mode) and not sys.stdin.buffer.tell():
+    status = os.fstat(sys.stdin.fileno())
+    if stat.S_ISREG(status.st_mode) and status.st_size and not sys.stdin.buffer.tell():
         yield sys.stdin.buffer
         return
+    with _spooled(sys.stdin.buffer) as spooled:
+        yield spooled
+
+
+@contextmanager
+def input_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to be stored, as standard_input() gives it; those of /proc have no size before they
+    are read. Raises ConfigError when it is none."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file")
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size:
+            yield file
+            return
+        with _spooled(file) as spooled:
+            yield spooled
+
+
+@contextmanager
+def _spooled(source: BinaryIO) -> Iterator[BinaryIO]:
     with tempfile.TemporaryFile() as spooled:
-        shutil.copyfileobj(sys.stdin.buffer, spooled, _SPOOL_BYTES)
+        shutil.copyfileobj(source, spooled, _SPOOL_BYTES)
         spooled.flush()
         yield spooled
 
@@ -135,7 +208,7 @@ def standard_input() -> Iterator[BinaryIO]:
 def show_report(what: str, report: RebuildReport) -> None:
     """A scrub's or rebuild's report for people."""
     deletes = f" and {report.deletes} records of deleted ones" if report.deletes else ""
-    sys.stdout.write(
+    write_out(
         f"{what}: {report.objects} objects{deletes}, {format_bytes(report.bytes)} looked at in "
         f"{report.seconds:.1f} s: {report.healthy} whole, {report.rebuilt} rebuilt, "
         f"{report.relaid} restriped, {report.waiting} waiting for a missing "
@@ -144,34 +217,32 @@ def show_report(what: str, report: RebuildReport) -> None:
         f"{report.columns_written} written\n"
     )
     if report.set_aside:
-        sys.stdout.write(
+        write_out(
             f"SET ASIDE {report.set_aside} files that no writer of this pool made, or tombstones "
             "without their content: they count for nothing, and are in quarantine/ on their "
             "devices. Such a device is damaged, or not trustworthy.\n"
         )
     for key, reason in report.unreadable.items():
-        sys.stdout.write(f"UNREADABLE {key}: {reason}\n")
+        write_out(f"UNREADABLE {key}: {reason}\n")
     for key, reason in report.failed.items():
-        sys.stdout.write(f"NOT HEALED {key}: {reason}\n")
+        write_out(f"NOT HEALED {key}: {reason}\n")
     for why, count in report.put_off.items():
-        sys.stdout.write(f"PUT OFF {count} objects: {why}\n")
+        write_out(f"PUT OFF {count} objects: {why}\n")
     if report.unlisted:
-        sys.stdout.write(
+        write_out(
             f"NOT LISTED to the end: {', '.join(report.unlisted)}: what only these devices hold "
             "was not looked at; run it again when they answer\n"
         )
     if report.waiting:
-        sys.stdout.write(
-            "evict the missing devices if they are gone for good, then rebuild again\n"
-        )
+        write_out("evict the missing devices if they are gone for good, then rebuild again\n")
 
 
 def show_rebalance(report: RebalanceReport) -> None:
     """A rebalance's report for people."""
-    sys.stdout.write(
+    write_out(
         f"{report.columns_moved} columns, {format_bytes(report.bytes)}, moved in "
         f"{report.seconds:.1f} s: devices differed by {report.spread_before:.0%} of their size, "
         f"now by {report.spread_after:.0%}\n"
     )
     for key, reason in report.failed.items():
-        sys.stdout.write(f"NOT MOVED {key}: {reason}\n")
+        write_out(f"NOT MOVED {key}: {reason}\n")

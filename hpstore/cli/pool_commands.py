@@ -24,7 +24,7 @@ from hpstore.cli.options import (
     SchemeText,
     size_option,
 )
-from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, show_rebalance, show_report
+from hpstore.cli.output import UNMENDED_EXIT_CODE, emit_json, show_rebalance, show_report, write_err
 from hpstore.cli.pool_verdict import Level, agent_sight, verdict_of, verdict_of_closed
 from hpstore.cli.progress_bar import progress_bar
 from hpstore.cli.status_report import show_status, show_verdict
@@ -80,11 +80,11 @@ def create(
         stores=stores,
     )
     if name is not None and os.environ.get(VARIABLE):
-        sys.stderr.write(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")
+        write_err(f"hpstore: note: {name} is in {table_path()}, too, for URLs\n")
     with pool:
         status = pool.status()
     if status.effective_data < status.data:
-        sys.stderr.write(
+        write_err(
             f"hpstore: note: {len(devices)} devices are too few for {status.data}+{status.parity}: "
             f"new objects are {status.effective_data}+{status.parity} until devices are added\n"
         )
@@ -128,13 +128,14 @@ def status(
         with hpstore.open(pool, read_only=True) as opened:
             level = _show(opened, pool, past=everything, verbose=verbose, as_json=as_json)
             while watch:
+                sys.stdout.flush()  # a pipe has all of it before the next one is due
                 time.sleep(2.0)
                 _show(opened, pool, past=everything, verbose=verbose, as_json=as_json)
     except TooFewDevices as error:
         level = _show_closed(pool, error, as_json=as_json)
         if not exit_code:
             raise
-        sys.stderr.write(f"hpstore: {type(error).__name__}: {error}\n")
+        write_err(f"hpstore: {type(error).__name__}: {error}\n")
     if exit_code:
         raise typer.Exit(level)
 

@@ -10,6 +10,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from hpstore.cli.output import visible
 from hpstore.maintenance.rebuild import Progress as Step
 from hpstore.units import format_bytes
 
@@ -41,7 +42,7 @@ class Bar:
 
     def __init__(self, what: str, shown: Progress) -> None:
         self._shown = shown
-        self._task = shown.add_task(what, total=None, amount="", rate="")
+        self._task = shown.add_task(visible(what), total=None, amount="", rate="")
         self._began = self._last = time.monotonic()
         self._before: SampleCount | None = None
         self._bytes = 0
@@ -94,7 +95,7 @@ def progress_bar(what: str) -> Iterator[Bar]:
     """A bar for what is done inside; gone at the end."""
     console = Console(stderr=True)
     with Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TextColumn("{task.fields[rate]}"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 import hpstore
 from hpstore.cli.confirm import agree
 from hpstore.cli.options import Json, PoolName, Yes
-from hpstore.cli.output import emit_json
+from hpstore.cli.output import emit_json, write_out
 from hpstore.pool.register_report import RegisterReport
 
 registers = typer.Typer(
@@ -79,4 +78,4 @@ def _show(found: RegisterReport, done: str, *, as_json: bool) -> None:
     lines[0] += f" in {1000 * found.read_seconds:.1f} ms" if not found.problem else ""
     lines += [f"  {place}: {why or 'answers'}" for place, why in found.endpoints.items()]
     lines += [found.problem] if found.problem else []
-    sys.stdout.write("\n".join(lines) + "\n")
+    write_out("\n".join(lines) + "\n")

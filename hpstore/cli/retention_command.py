@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +10,7 @@ import typer
 import hpstore
 from hpstore.cli.confirm import agree, first_of, on_terminal
 from hpstore.cli.options import Json, PoolName, Prefix, Yes
-from hpstore.cli.output import emit_json, table
+from hpstore.cli.output import emit_json, table, write_err, write_out
 from hpstore.cli.step_words import steps_of
 from hpstore.errors import CheckpointError, ConfigError, HpstoreError
 from hpstore.runtime.clock import SystemClock
@@ -83,9 +82,9 @@ def retention(
         rows = [found.as_dict() for found in decisions]
         emit_json({"steps": rows, "going": going, "deleted": deleted, "failed": failed})
     elif going and may_delete:
-        sys.stdout.write(f"{len(deleted)} of {len(going)} steps are deleted\n")
+        write_out(f"{len(deleted)} of {len(going)} steps are deleted\n")
     elif going and not dry_run:
-        sys.stderr.write("nothing was deleted: --yes does it\n")
+        write_err("nothing was deleted: --yes does it\n")
     if failed:
         raise CheckpointError(failed)
 
@@ -142,7 +141,7 @@ def _show(decisions: Sequence[StepDecision], going: Collection[int]) -> None:
     table("", ("step", "", "by", "why"), cells)
     staying = len(decisions) - len(going)
     stay = "1 step stays" if staying == 1 else f"{staying} steps stay"
-    sys.stdout.write(f"{stay}, {len(going)} {'goes' if len(going) == 1 else 'go'}\n")
+    write_out(f"{stay}, {len(going)} {'goes' if len(going) == 1 else 'go'}\n")
 
 
 def _delete(

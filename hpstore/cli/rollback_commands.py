@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +11,7 @@ import typer
 import hpstore
 from hpstore.cli.confirm import agree, first_of
 from hpstore.cli.options import Json, PoolName, Prefix, Yes
-from hpstore.cli.output import say
+from hpstore.cli.output import say, write_err
 from hpstore.cli.step_words import resolved, steps_of
 from hpstore.errors import ConfigError
 from hpstore.units import seconds_argument
@@ -96,7 +95,7 @@ def undo_rollback(
     lost = [step for step in chosen.hidden if step not in done.hidden]
     said = f"steps {_numbers(done.hidden)} are back"
     if lost:
-        sys.stderr.write(f"hpstore: steps {_numbers(lost)} are lost: see the lines above\n")
+        write_err(f"hpstore: steps {_numbers(lost)} are lost: see the lines above\n")
     say({**done.as_dict(), "lost": lost}, said, as_json=as_json)
 
 

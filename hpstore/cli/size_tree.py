@@ -6,15 +6,16 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from rich.markup import escape
 from rich.tree import Tree
 
 from hpstore.checkpoint.format.checkpoint_manifest import Manifest
 from hpstore.checkpoint.format.items import by_name
 from hpstore.checkpoint.restore.tensor_stream import tensor_bytes
 from hpstore.checkpoint.state.tree_paths import leaves, subtree
-from hpstore.cli.output import StdoutConsole
+from hpstore.cli.output import StdoutConsole, plain
 from hpstore.units import format_bytes
+
+_MOST_LEVELS = 24  # deeper ones are further right than a terminal is wide
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +54,11 @@ class SizeNode:
         }
 
 
+def split_path(path: str) -> list[str]:
+    """The names on a path; what comes after very many slashes, as a name may hold, is one."""
+    return path.split("/", _MOST_LEVELS)
+
+
 def size_tree(manifest: Manifest, keys: Collection[str] | None) -> SizeNode:
     """The tree of a step, or of its parts at `keys`. Raises CheckpointError."""
     stored = by_name(manifest.items)
@@ -76,7 +82,7 @@ def _levels(root: SizeNode, path: str) -> Iterator[SizeNode]:
     """The nodes on a path, made where they are not there."""
     node = root
     yield node
-    for part in path.split("/"):
+    for part in split_path(path):
         node = node.children.setdefault(part, SizeNode(name=part))
         yield node
 
@@ -84,7 +90,7 @@ def _levels(root: SizeNode, path: str) -> Iterator[SizeNode]:
 def show_sizes(root: SizeNode, depth: int | None) -> None:
     """The tree on standard output, down to `depth` levels below the step; single values are in
     the counts of their levels only."""
-    shown = Tree(escape(root.text))
+    shown = Tree(plain(root.text))
     pending = [(shown, root, depth)]
     while pending:
         branch, node, left = pending.pop()
@@ -92,6 +98,6 @@ def show_sizes(root: SizeNode, depth: int | None) -> None:
             continue
         for child in node.children.values():
             if child.tensors:
-                below = branch.add(escape(child.text))
+                below = branch.add(plain(child.text))
                 pending.append((below, child, None if left is None else left - 1))
     StdoutConsole(width=None if sys.stdout.isatty() else 160, highlight=False).print(shown)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from hpstore.cli.output import StdoutConsole
+from hpstore.cli.output import StdoutConsole, plain, visible, write_out
 from hpstore.cli.pool_verdict import AgentSight, Level, Verdict, judged, number, verdict_of
 from hpstore.devices.remote_opener import S3FS
 from hpstore.membership.device_places import sharing_note
@@ -63,16 +63,16 @@ def show_status(
         )
     if verbose:
         lines += _details(status)
-    sys.stdout.write("\n".join(lines) + "\n")
+    write_out("\n".join(lines) + "\n")
 
 
 def show_verdict(name: str, verdict: Verdict, agent: str, width: int) -> None:
     """The first line, of parts that are below each other where they do not fit into `width`."""
-    head = Text.assemble(name, "   ", (str(verdict), _STYLES[verdict.level]))
+    head = Text.assemble(visible(name), "   ", (str(verdict), _STYLES[verdict.level]))
     rest = [part for part in (verdict.action, agent) if part]
     length = len(head) + sum(len(_WIDE_GAP) + len(part) for part in rest)
     gap = _WIDE_GAP if not width or length <= width else "\n"
-    StdoutConsole(highlight=False, soft_wrap=True).print(Text(gap).join([head, *map(Text, rest)]))
+    StdoutConsole(highlight=False, soft_wrap=True).print(Text(gap).join([head, *map(plain, rest)]))
 
 
 def _space(status: PoolStatus) -> str:

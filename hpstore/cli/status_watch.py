@@ -20,6 +20,7 @@ from rich.text import Text
 
 import hpstore
 from hpstore.agent.agent_status import LOOKING_AGAIN
+from hpstore.cli.output import plain, visible
 from hpstore.cli.pool_verdict import items, number, verdict_of
 from hpstore.cli.status_report import shared_directory, show_status
 from hpstore.membership.agent_observations import read_status
@@ -80,17 +81,17 @@ def pool_view(status: PoolStatus, pool: str) -> RenderableType:
         rows.add_column(name, overflow="fold")
     for device in status.devices:
         rows.add_row(
-            device.url,
-            Text(device.state, _STYLES.get(device.state, "yellow")),
+            plain(device.url),
+            plain(device.state, _STYLES.get(device.state, "yellow")),
             format_bytes(device.free_bytes),
             format_bytes(device.total_bytes),
-            device.problem,
+            plain(device.problem),
         )
     return Group(
-        Text(f"{status.name} {status.data}+{status.parity}   {verdict}", "bold"),
-        Text(" ".join(filter(None, (verdict.action, "(no agent runs on this node)")))),
+        plain(f"{status.name} {status.data}+{status.parity}   {verdict}", "bold"),
+        plain(" ".join(filter(None, (verdict.action, "(no agent runs on this node)")))),
         rows,
-        Text(
+        plain(
             f"{status.objects} objects: {status.degraded} degraded, {status.unreadable} unreadable "
             f"now; {status.losses_tolerated} more devices may be lost"
         ),
@@ -103,43 +104,43 @@ def agent_view(status: Row) -> RenderableType:
     above = shared_directory(list(urls.values()))
     urls = {device: url.removeprefix(above) for device, url in urls.items()}
     parts: list[RenderableType] = [
-        Text(
+        plain(
             f"{status.get('pool')} {status.get('data')}+{status.get('parity')}, generation "
             f"{status.get('generation')}, agent {status.get('process')}",
             "bold",
         ),
-        *([Text(f"devices are in {above}")] if above else []),
+        *([plain(f"devices are in {above}")] if above else []),
         _devices(status, above),
     ]
-    parts += [Text(f"! {text}", "red") for text in items(status, "warnings")]
+    parts += [plain(f"! {text}", "red") for text in items(status, "warnings")]
     found = status.get("condition")
     if isinstance(found, Mapping):
         parts.append(
-            Text(
+            plain(
                 f"{found.get('objects')} objects: {found.get('degraded')} degraded, "
                 f"{found.get('unreadable')} unreadable now; {found.get('losses_tolerated')} more "
                 "devices may be lost"
             )
         )
         if status.get("condition_current") is False:
-            parts.append(Text(LOOKING_AGAIN, "yellow"))
+            parts.append(plain(LOOKING_AGAIN, "yellow"))
     put_off = status.get("put_off")
     if isinstance(put_off, Mapping):
-        parts += [Text(f"put off: {count} objects: {why}") for why, count in put_off.items()]
+        parts += [plain(f"put off: {count} objects: {why}") for why, count in put_off.items()]
     job = status.get("job")
     if isinstance(job, Mapping):
         done, total = number(job, "done"), number(job, "total")
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=total or 1.0, completed=done, width=60))
         parts += [
-            Text(
+            plain(
                 f"{job.get('kind')}: {job.get('reason')}; {done:.0f} of {total:.0f} objects, "
                 f"{format_bytes(number(job, 'bytes_per_second'))}/s"
             ),
             bar,
         ]
     decisions = _rows(status, "decisions")[:_DECISIONS]
-    parts += [Text(_decided(said, urls), "dim") for said in decisions]
+    parts += [plain(_decided(said, urls), "dim") for said in decisions]
     return Group(*parts)
 
 
@@ -163,22 +164,22 @@ def _devices(status: Row, above: str) -> Table:
         total, free = number(device, "total_bytes"), number(device, "free_bytes")
         state = str(device.get("state"))
         rows.add_row(
-            str(device.get("url")).removeprefix(above),
+            plain(str(device.get("url")).removeprefix(above)),
             _state(state, str(device.get("process_state") or "")),
             format_seconds(probes[-1]) if probes else "",
             bars(probes),
             f"{1 - free / total:.0%}" if total else "",
-            str(next(filter(None, map(device.get, _WHY)), "")),
+            plain(next(filter(None, map(device.get, _WHY)), "")),
         )
     return rows
 
 
 def _state(agent: str, process: str) -> Text:
     """What the agent makes of a device, and what a process of the node, where that differs."""
-    shown = Text(agent, _STYLES.get(agent, "yellow"))
+    shown = plain(agent, _STYLES.get(agent, "yellow"))
     if process in ("", agent):
         return shown
-    return shown.append(f", {process} in a process", "yellow")
+    return shown.append(visible(f", {process} in a process"), "yellow")
 
 
 def bars(values: list[float]) -> str:

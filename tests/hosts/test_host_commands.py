@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -55,9 +58,16 @@ def test_serve_says_where_its_disks_are_and_ends_with_sigterm(cli: Cli, tmp_path
         cli("get", "pool.toml", "a", "out")
         assert (tmp_path / "out").read_bytes() == b"x" * 100_000
         assert urls[2] in cli("status", "pool.toml")
+        with socket.create_connection(("127.0.0.1", urlsplit(urls[0]).port or 0)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            while stranger.recv(100):
+                pass
         service.send_signal(signal.SIGTERM)
         _, errors = service.communicate(timeout=30)
     assert service.returncode == 0, errors
+    refused = [line for line in errors.splitlines() if "was refused" in line]
+    assert refused  # an operator sees who was sent away,
+    assert all(re.match(r"\d{4}-\d\d-\d\d .* INFO ", line) for line in refused)  # and when
 
 
 def test_wrong_arguments_of_serve_name_what_is_wrong(cli: Cli) -> None:
