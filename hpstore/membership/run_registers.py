@@ -45,18 +45,25 @@ from hpstore.runtime.threads import WorkerThreads
 TOKEN_FILE = "registers.json"
 _BYTES_MOST = 64 << 10
 _AT_ONCE = 8
+_PROOF_SECONDS = 60.0  # then the devices are asked again whether they still name this directory
 Place = tuple[str, str, str, str]  # token, machine, boot, directory
 
 
 def _machine() -> tuple[str, str]:
-    """What names this machine, and its present run."""
+    """What names this machine, and its present run. Machines of one image may have one id; those
+    that work together have names of their own."""
     found = []
     for path in ("/etc/machine-id", "/proc/sys/kernel/random/boot_id"):
         try:
             found.append(Path(path).read_text(encoding="utf-8", errors="replace").strip())
         except OSError:
             found.append("")
-    return found[0] or socket.gethostname(), found[1]
+    return f"{found[0]} {socket.gethostname()}".strip(), found[1]
+
+
+def _is_machine(recorded: str, machine: str) -> bool:
+    """Whether a device names this machine; hpstore before 2026-12 recorded the id alone."""
+    return recorded == machine or machine.startswith(f"{recorded} ")
 
 
 class RunRegisters:
@@ -64,7 +71,8 @@ class RunRegisters:
 
     def __init__(self, store: PoolContext, directory: Callable[[], Path]) -> None:
         self._store, self._where = store, directory
-        self._proved = ""  # token that was found here and on the devices
+        self._proved = ""  # token that was found here and on the devices,
+        self._proved_at = 0.0  # by the pool's clock
 
     def update(self, name: str, change: Change, *, what: str) -> Register:
         directory = self._directory()
@@ -119,7 +127,8 @@ class RunRegisters:
         """Where the registers are, proved to be the one that the devices name."""
         directory = private_directory(self._where())
         token = self._token_in(directory)
-        if token and token == self._proved:
+        now = self._store.clock.monotonic()
+        if token and token == self._proved and now < self._proved_at + _PROOF_SECONDS:
             return directory
         place = self._named()
         machine, boot = _machine()
@@ -127,7 +136,8 @@ class RunRegisters:
             place is not None
             and not token
             and place[2] != boot
-            and ((place[1], place[3]) == (machine, str(directory)))
+            and _is_machine(place[1], machine)
+            and place[3] == str(directory)
         )
         if place is None or again:  # none yet, or the machine was started again and has tidied up
             place = self._settle(directory, machine, boot)
@@ -139,7 +149,7 @@ class RunRegisters:
                 "run_directory in pool.toml to that directory, or do this there. If it is gone for "
                 f"good and no process uses it, delete {TOKEN_FILE} from the devices."
             )
-        self._proved = place[0]
+        self._proved, self._proved_at = place[0], now
         with contextlib.suppress(OSError):
             os.utime(directory / TOKEN_FILE)  # what is used is not tidied away
         return directory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import resource
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,46 @@ def test_after_a_restart_of_the_machine_the_run_directory_may_be_gone(
             "hpstore.membership.run_registers._machine", lambda: (machine(pool), "next boot")
         )
         pool.put("k2", b"a", if_absent=True)
+
+
+def test_a_machine_of_the_same_image_is_another_one_rule_15(
+    stores: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers of one image have its machine-id, on hosts with boots of their own: each took the
+    registers over from the one before, which excluded nobody any more."""
+    with Pool(stores) as pool:
+        pool.put("k", b"a", if_absent=True)
+        recorded = machine(pool)
+        (pool.admin.run_directory / TOKEN_FILE).unlink()  # it has a directory of its own
+    monkeypatch.setattr(socket, "gethostname", lambda: "another-pod")
+    name, _ = run_registers._machine()
+    assert name != recorded
+    monkeypatch.setattr(run_registers, "_machine", lambda: (name, "another boot"))
+    with Pool(stores) as pool, pytest.raises(RegistersForeign, match="on machine"):
+        pool.put("k2", b"a", if_absent=True)
+
+
+def test_who_has_lost_the_registers_to_another_hears_of_it_rule_15(
+    stores: PoolConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An administrator removes the token from the devices though a process still uses the pool."""
+    with Pool(stores) as first:
+        first.put("k", b"a", if_absent=True)
+        for url in stores.devices:
+            RemoteDevice(url).delete(TOKEN_FILE)
+        with Pool(elsewhere(stores, tmp_path / "other")) as second:
+            second.put("k2", b"a", if_absent=True)
+        monkeypatch.setattr(run_registers, "_PROOF_SECONDS", 0.0)
+        with pytest.raises(RegistersForeign):
+            first.put("k3", b"a", if_absent=True)
+        first.put("plain", b"x")
+
+
+def test_a_machine_that_an_older_hpstore_recorded_is_known() -> None:
+    assert run_registers._is_machine("0123abcd", "0123abcd host")
+    assert run_registers._is_machine("0123abcd host", "0123abcd host")
+    assert not run_registers._is_machine("0123abcd other", "0123abcd host")
+    assert not run_registers._is_machine("0123", "0123abcd host")
 
 
 def machine(pool: Pool) -> str:
