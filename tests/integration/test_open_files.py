@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from hpstore.loaders import DataLoader
-from hpstore.loaders.dataset import open_objects
+from hpstore.loaders import DataLoader, Dataset
+from hpstore.loaders.dataset import open_objects, page_compression
 from hpstore.loaders.dataset.open_objects import FILES_SHARE
+from hpstore.loaders.dataset.record_reader import StoredData
 from hpstore.pool.pool import Pool
 from hpstore.runtime.open_file_limit import may_open
 from tests.integration.data_sets import make_pool, write_samples
@@ -98,6 +100,54 @@ def test_shards_that_are_opened_again_are_counted_and_told_once(
     said = [record.message for record in caplog.records if "opened again" in record.message]
     assert len(said) == 1
     assert "ulimit -n" in said[0]
+
+
+@pytest.mark.parametrize("cache", [0, "64MiB"])
+def test_no_shard_is_closed_before_what_was_asked_of_it_is_read(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, cache: int | str
+) -> None:
+    """A batch of more shards than a thread keeps open: the first were closed while the last were
+    opened, and reads of them went to whatever file had the descriptor by then. One of a ring of
+    another thread never ends: the batch stood for 30 seconds, and the device was blamed."""
+    left: list[int] = []  # records that cross a unit, and what else was not read at once
+    again, pages = StoredData._read_again, page_compression.read_pages
+
+    def read_again(data: StoredData, stream: Any, indices: Any, rest: Any, *others: Any) -> None:
+        left.extend(indices[rest].tolist())
+        again(data, stream, indices, rest, *others)
+
+    def read_pages(shard: Any, stream: Any, table: Any, numbers: Any, *others: Any) -> None:
+        left.extend(numbers.tolist())
+        pages(shard, stream, table, numbers, *others)
+
+    monkeypatch.setattr(StoredData, "_read_again", read_again)
+    monkeypatch.setattr(page_compression, "read_pages", read_pages)
+
+    def not_read_at_once() -> list[int]:
+        left.clear()
+        loader = DataLoader(data, 30, shuffle=True, seed=1, cache=cache)
+        labels = [int(label) for batch in loader for label in batch["label"]]
+        loader.close()
+        assert sorted(labels) == list(range(COUNT))
+        return sorted(set(left))
+
+    with write_samples(pool, "a", range(COUNT)) as data:
+        shards = max(len(stream.nonces) for stream in data.streams)
+        assert shards > open_objects.LEAST_READERS
+        wanted = not_read_at_once()
+    monkeypatch.setattr(open_objects, "may_open", lambda _: 0)
+    with Dataset(pool, "a") as data:
+        assert not_read_at_once() == wanted
+
+
+def test_ranges_are_read_of_so_many_shards_at_once() -> None:
+    """Each once, in groups of shards that are open together."""
+    shards = np.random.default_rng(3).integers(0, 50, 200).astype(np.int32)
+    groups = open_objects.in_reach(shards, 7)
+    assert sorted(np.concatenate(groups).tolist()) == list(range(200))
+    assert all(len(np.unique(shards[group])) <= 7 for group in groups)
+    assert len(groups) == -(-len(np.unique(shards)) // 7)
+    assert open_objects.in_reach(shards[:0], 7) == []
 
 
 def test_readers_that_are_forgotten_keep_no_files(pool: Pool) -> None:

@@ -172,7 +172,15 @@ class PageMemory:
             shards = np.unique(self.pages.shard[numbers])
             self._data.open_all(self._stream, shards.tolist())
             if self._direct:
-                late = fill_pages(shard, self._stream, self.pages, numbers, target, arrived)
+                late = fill_pages(
+                    shard,
+                    self._stream,
+                    self.pages,
+                    numbers,
+                    target,
+                    arrived,
+                    self._data.shards_at_once,
+                )
                 self._lose(late.tolist(), places)
             else:
                 read_pages(shard, self._stream, self.pages, numbers, target, arrived)

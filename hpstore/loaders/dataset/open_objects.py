@@ -10,6 +10,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
+import numpy as np
+
+from hpstore.loaders.dataset.record_layout import Int64s
+from hpstore.loaders.dataset.record_stream import Int32s
 from hpstore.objects.read.pooled_reader import PooledReader
 from hpstore.runtime.closing import Closing
 from hpstore.runtime.open_file_limit import may_open
@@ -64,6 +68,18 @@ def _close_first(first: dict[str, _First], pid: int) -> None:
         opened = first.popitem()[1].opened
         if opened.done() and opened.exception() is None and pid == os.getpid():
             opened.result().close()
+
+
+def in_reach(shards: Int32s, most: int) -> list[Int64s]:
+    """Which of n ranges, by their `shards` (n,), are read at once: of `most` shards. Pure.
+
+    A thread that opens one more closes the one that it has used longest ago: what is still to be
+    read of that comes from whatever file has the descriptor's number by then, or never.
+    """
+    if not len(shards):
+        return []
+    group = np.unique(shards, return_inverse=True)[1] // most
+    return [np.flatnonzero(group == number) for number in range(int(group.max()) + 1)]
 
 
 class OpenShards(Closing):

@@ -12,6 +12,7 @@ from hpstore.codec.galois import Bytes
 from hpstore.errors import ConfigError, IntegrityError
 from hpstore.format.geometry import ALIGNMENT_BYTES
 from hpstore.loaders.dataset.coalesce import plan_spans, read_spans
+from hpstore.loaders.dataset.open_objects import in_reach
 from hpstore.loaders.dataset.record_layout import Int64s
 from hpstore.loaders.dataset.record_stream import Locations, PageTable, Stream
 from hpstore.objects.read.pooled_reader import PooledReader
@@ -141,21 +142,36 @@ def fill_pages(
     numbers: Int64s,
     target: Callable[[int], Bytes],
     arrived: Callable[[int], None],
+    shards_at_once: int,
 ) -> Int64s:
     """As read_pages, straight into the targets: they hold a whole unit each, aligned to 4 KiB.
 
-    Returns the pages whose reads did not end: somebody may still write into their memory, which
-    must not be used again (PROTOCOL 21). They have not arrived.
+    `shards_at_once`: as StoredData has it. Returns the pages whose reads did not end: somebody may
+    still write into their memory, which must not be used again (PROTOCOL 21). They have not
+    arrived.
     """
+    late = [
+        _fill_some(open_shard, stream, pages, numbers[some], target, arrived)
+        for some in in_reach(pages.shard[numbers], shards_at_once)
+    ]
+    return np.concatenate([numbers[:0], *late])
+
+
+def _fill_some(
+    open_shard: Callable[[int], PooledReader],
+    stream: Stream,
+    pages: PageTable,
+    numbers: Int64s,
+    target: Callable[[int], Bytes],
+    arrived: Callable[[int], None],
+) -> Int64s:
+    """Pages, at least one, of shards that are all open at once."""
     listed = numbers.tolist()
     fill = UnitFill([target(page) for page in listed], lambda index: arrived(listed[index]))
-    reader: PooledReader | None = None
     for shard in np.unique(pages.shard[numbers]).tolist():
         mine = np.flatnonzero(pages.shard[numbers] == shard)
         reader = open_shard(shard)
         reader.add_to(fill, pages.start[numbers[mine]], mine)
-    if reader is None:
-        return numbers
     found = reader.run_fill(fill)
     rest = numbers[~found.good & ~found.late]
     read_pages(open_shard, stream, pages, rest, target, arrived)

@@ -28,19 +28,12 @@ from hpstore.loaders.dataset.index_tables import (
     decode_tables,
     page_dtypes,
 )
-from hpstore.loaders.dataset.large_records import (
-    PART_BYTES,
-    Lost,
-    aligned_bytes,
-    aligned_rows,
-    part_bounds,
-)
+from hpstore.loaders.dataset.large_records import PART_BYTES, Lost, aligned_bytes, aligned_rows
 from hpstore.loaders.dataset.open_objects import OpenShards
 from hpstore.loaders.dataset.page_compression import read_compressed
-from hpstore.loaders.dataset.piecewise_read import LARGE_BYTES, Target, read_large
+from hpstore.loaders.dataset.piecewise_read import Target, read_large
 from hpstore.loaders.dataset.record_layout import Int64s, group_fields
 from hpstore.loaders.dataset.record_stream import (
-    Int32s,
     Locations,
     PageTable,
     Stream,
@@ -48,9 +41,9 @@ from hpstore.loaders.dataset.record_stream import (
     make_stream,
     stripe_firsts,
 )
-from hpstore.loaders.dataset.table_checks import check_pages, check_places, check_range, matches
+from hpstore.loaders.dataset.row_scatter import parts_in_reach, scatter_rows
+from hpstore.loaders.dataset.table_checks import check_pages, check_places, check_range
 from hpstore.objects.read.pooled_reader import PooledReader
-from hpstore.objects.read.record_batch_read import Scatter, Scattered
 from hpstore.pool.pool import Pool
 from hpstore.runtime.buffers import aligned_array
 from hpstore.runtime.closing import Closing
@@ -269,10 +262,16 @@ class StoredData(Closing):
         """
         return shard_key(self.name, stream.nonces[shard], stream.number, stream.numbers[shard])
 
-    def reader(self, stream: Stream, shard: int) -> PooledReader:
-        """A shard, open for reading by the calling thread.
+    @property
+    def shards_at_once(self) -> int:
+        """Shards that stay open for a thread: one more closes the one used longest ago."""
+        return self._readers.limit
 
-        It stays open until the thread has asked for many other ones; the caller must not close it.
+    def reader(self, stream: Stream, shard: int) -> PooledReader:
+        """A shard, open for reading by the calling thread; the caller must not close it.
+
+        It stays open until the thread has asked for `shards_at_once` other ones, in whatever is
+        made of it.
 
         Parameters
         ----------
@@ -398,17 +397,9 @@ class StoredData(Closing):
         left = np.ones(len(indices), bool)
         if not stream.compression and len(indices):
             self.open_all(stream, np.unique(places.shard).tolist())
-            for first, last in part_bounds(places.length):
-                if places.length[first] > LARGE_BYTES:
-                    continue  # a part by itself
-                part = slice(first, last)
-                scatter = Scatter(
-                    rows[part],
-                    partial(matches, places.checksum[part].tolist()),
-                    None if addresses is None else addresses[part],
-                    None if room is None else room[part],
-                )
-                found = self._run_scatter(stream, scatter, places.shard[part], places.start[part])
+            open_shard = partial(self.reader, stream)
+            for part in parts_in_reach(places, self.shards_at_once):
+                found = scatter_rows(open_shard, places, part, rows, addresses, room)
                 if found.late:
                     self.pool.metrics.count("records_abandoned_total", len(indices))
                     if lost is not None:
@@ -430,16 +421,6 @@ class StoredData(Closing):
             records, _ = self.read_records(stream, indices[others])
             for row, record in zip(others.tolist(), records, strict=True):
                 rows[row][:] = record
-
-    def _run_scatter(
-        self, stream: Stream, scatter: Scatter, shard: Int32s, start: Int64s
-    ) -> Scattered:
-        """Ranges of several shards, at least one."""
-        for one in np.unique(shard).tolist():
-            mine = np.flatnonzero(shard == one)
-            reader = self.reader(stream, one)
-            reader.add_to(scatter, start[mine], mine)
-        return reader.run_scatter(scatter)
 
     def raw_records(self, stream: Stream, indices: Int64s) -> tuple[list[Bytes], Locations]:
         """As read_records, without a look at the records' checksums.

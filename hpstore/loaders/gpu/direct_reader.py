@@ -215,8 +215,11 @@ class DirectAccess(Closing):
         plan = stream.fixed
         if self._closed or plan is None or not fits_direct(plan, stream.compression):
             return None
+        shards = np.unique(places.shard).tolist()
+        if len(shards) > data.shards_at_once:
+            return None
         wanted = WantedRecords(plan)
-        for shard in np.unique(places.shard).tolist():
+        for shard in shards:
             mine = np.flatnonzero(places.shard == shard)
             data.reader(stream, shard).add_to(wanted, places.start[mine], mine)
         self._known(wanted.parts)
