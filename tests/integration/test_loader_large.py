@@ -18,7 +18,7 @@ from hpstore.config import Settings
 from hpstore.errors import IntegrityError
 from hpstore.loaders import DataLoader, Dataset, DatasetWriter, Field, LoaderMemory
 from hpstore.loaders.batching import assembler
-from hpstore.loaders.dataset import large_records, piecewise_read, record_reader
+from hpstore.loaders.dataset import large_records, piecewise_read, record_reader, row_scatter
 from hpstore.loaders.writer import part_writer
 from hpstore.units import KIB, MIB
 from tests.fault.common import within
@@ -96,7 +96,7 @@ def test_samples_above_the_pools_memory_are_read(
     memory is not exceeded, and a loader has no more batches than one ahead of the user's."""
     for module in (assembler, large_records, record_reader):
         monkeypatch.setattr(module, "PART_BYTES", PART)
-    monkeypatch.setattr(record_reader, "LARGE_BYTES", PART)  # fixed ones piece by piece as well
+    monkeypatch.setattr(row_scatter, "LARGE_BYTES", PART)  # fixed ones piece by piece as well
     shutil.copytree(
         home, tmp_path / "copy", ignore=shutil.ignore_patterns("run"), copy_function=os.link
     )
