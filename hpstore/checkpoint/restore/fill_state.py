@@ -14,13 +14,13 @@ from hpstore.checkpoint.restore.filler import Filler
 from hpstore.checkpoint.restore.fit_state import recorded_parameters
 from hpstore.checkpoint.restore.read_items import fill_chunks
 from hpstore.checkpoint.restore.restore_plan import RestoreOptions, RestorePlan
-from hpstore.checkpoint.state.dicts_in_lists import dropped
 from hpstore.checkpoint.state.scalars import Classes
 from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, join
 from hpstore.checkpoint.state.targets import State
 from hpstore.checkpoint.state.training_state import apply, check
 from hpstore.checkpoint.state.tree_paths import leaf_paths, of_rank
 from hpstore.checkpoint.state.typed_objects import classes_in
+from hpstore.checkpoint.state.unmatched_parts import unmatched
 from hpstore.errors import CheckpointMismatch, IntegrityError
 from hpstore.pool.pool import Pool
 
@@ -101,8 +101,10 @@ def restore_state(
     strict = how.strict and not how.load.narrows  # names of a part are compared below
     check(state, loaded, strict=strict)
     mine = of_rank(tree, how.rank)
-    missing = plan.lacking(mine)
-    lost = [] if strict else _leaves_at(mine, set(dropped(state, loaded, how.rank, inside=False)))
+    alone = [] if strict else list(unmatched(state, loaded, how.rank))
+    lost = _leaves_at(mine, {each.path for each in alone if each.recorded})
+    wanted = {each.path for each in alone if not each.recorded and plan.wants(each.path)}
+    missing = sorted(wanted.union(plan.lacking(mine)))
     if how.strict and how.load.narrows:
         _require_chosen(filling, plan, mine, missing, lost)
     filling.require_own_memory()
@@ -160,7 +162,9 @@ def _leaves_at(tree: Any, paths: set[str]) -> list[str]:
     if not paths:
         return []
     under = tuple(f"{path}/" for path in paths)
-    return [leaf for leaf in leaf_paths(tree) if leaf in paths or leaf.startswith(under)]
+    above = {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
+    wanted = paths | above  # a list of plain values is one leaf
+    return [leaf for leaf in leaf_paths(tree) if leaf in wanted or leaf.startswith(under)]
 
 
 def _require_chosen(

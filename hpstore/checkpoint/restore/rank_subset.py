@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from hpstore.checkpoint.state.held_objects import grows
 from hpstore.checkpoint.state.module_state import module_state
 from hpstore.checkpoint.state.optimizers import Parameters, local_part
 from hpstore.checkpoint.state.scalars import TAG
 from hpstore.checkpoint.state.state_tree import join
 from hpstore.checkpoint.state.targets import RNG_KEY, Names, State
 from hpstore.checkpoint.state.tree_paths import children
-from hpstore.checkpoint.state.typed_objects import grows
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 

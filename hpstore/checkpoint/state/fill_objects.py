@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -77,12 +78,14 @@ def _refilled(target: Any, value: Any) -> Any:
 def remade(target: Any, parts: Sequence[tuple[Any, Any]], loaded: Any) -> Any:
     """A sequence or object with new parts: the same one where that can change, another tuple or
     frozen object otherwise."""
-    if isinstance(target, (list, deque)):
+    if isinstance(target, (list, deque, dict)):
         for index, part in parts:
             target[index] = part
         return target
     if isinstance(target, tuple):
-        made = [part for _, part in parts]
+        made = list(target)
+        for index, part in parts:
+            made[index] = part
         if all(a is b for a, b in zip(target, made, strict=True)):
             return target
         make = getattr(type(target), "_make", None)
@@ -91,9 +94,10 @@ def remade(target: Any, parts: Sequence[tuple[Any, Any]], loaded: Any) -> Any:
         return NamedValues.of(made, field_names(target)) if field_names(target) else tuple(made)
     parameters = getattr(type(target), "__dataclass_params__", None)
     if parameters is not None and parameters.frozen:
+        made = loaded if type(loaded) is type(target) else copy.copy(target)
         for name, part in parts:
-            object.__setattr__(loaded, name, part)
-        return loaded
+            object.__setattr__(made, name, part)
+        return made
     for name, part in parts:
         setattr(target, name, part)
     return target

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from hpstore.checkpoint.state.held_objects import grows
 from hpstore.checkpoint.state.module_state import free_sizes, module_state
 from hpstore.checkpoint.state.optimizers import (
     clean_name,
@@ -25,7 +26,7 @@ from hpstore.checkpoint.state.optimizers import (
 )
 from hpstore.checkpoint.state.plain_values import JSON_TYPES, is_leaf, is_plain
 from hpstore.checkpoint.state.state_tree import MAX_DEPTH, PerRank, join, require_depth
-from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful
+from hpstore.checkpoint.state.typed_objects import children_of, is_stateful
 
 # Any below: a training state holds whatever its owner puts there
 _log = logging.getLogger(__name__)

@@ -26,6 +26,15 @@ from hpstore.checkpoint.state.fill_objects import (
     remade,
     require_memory,
 )
+from hpstore.checkpoint.state.held_objects import (
+    grows,
+    holds_objects,
+    is_alike,
+    is_object,
+    is_sequence,
+    named_parts,
+    require_like,
+)
 from hpstore.checkpoint.state.module_state import load_module, loads_its_own_way, module_state
 from hpstore.checkpoint.state.optimizers import check_optimizer, load_optimizer, saved_optimizer
 from hpstore.checkpoint.state.plain_tensors import PLAIN_TYPES
@@ -33,7 +42,7 @@ from hpstore.checkpoint.state.plain_values import JSON_TYPES, holds_leaves, is_l
 from hpstore.checkpoint.state.random_state import kind_of
 from hpstore.checkpoint.state.state_tree import Absent, PerRank, field_names, join, require_depth
 from hpstore.checkpoint.state.targets import RNG_KEY, Destinations, Names, State
-from hpstore.checkpoint.state.typed_objects import children_of, grows, is_stateful, same_dict
+from hpstore.checkpoint.state.typed_objects import children_of, is_namespace, is_stateful, same_dict
 from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 # Any below: a training state holds whatever its owner puts there
@@ -111,7 +120,7 @@ def check(state: State, loaded: Mapping[str, Any], *, strict: bool) -> None:
 
 def _check_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> None:
     """What _apply_value() and fill() would refuse, while nothing is changed."""
-    if is_leaf(target) and is_leaf(loaded):
+    if target is _NOTHING or (is_leaf(target) and is_leaf(loaded)):
         return
     if isinstance(target, PerRank):
         if not isinstance(loaded, Absent):
@@ -145,25 +154,35 @@ def _check_parts(path: str, target: Any, loaded: Any, names: Names, *, strict: b
     else:
         if isinstance(target, tuple) and field_names(target):
             check_fields(path, target, loaded)
-        for name, mine, value in _pairs(target, loaded):
+        if strict:
+            require_like(path, target, loaded)
+        if is_namespace(target) and type(target) is type(loaded):
+            check_names(vars(target), vars(loaded), path, strict=strict)
+        for name, mine, value in _pairs(target, loaded) or ():
             _check_value(join(path, name), mine, value, names, strict=strict)
 
 
-def _pairs(target: Any, loaded: Any) -> list[tuple[Any, Any, Any]]:
-    """Names, wanted and loaded values in two sequences of one length, or objects of one class; []
-    for what is replaced as a whole."""
-    sequence = type(target) in (list, tuple, deque) or (
-        isinstance(target, tuple) and bool(field_names(target))
-    )
-    rows = isinstance(loaded, (list, tuple, deque))
-    if type(target) is type(loaded) and rows and is_plain(target) and is_plain(loaded):
-        return []
-    if sequence and rows and len(target) == len(loaded):
+def _pairs(target: Any, loaded: Any) -> list[tuple[Any, Any, Any]] | None:
+    """Names, wanted and loaded values of what is in both; None for what is replaced as a whole.
+
+    What holds objects is never replaced: of one that is not alike, which strict=True has refused,
+    the parts of the same names are filled.
+    """
+    if is_alike(target, loaded):
+        if not is_sequence(target):
+            mine, saved = dict(children_of(target) or ()), dict(children_of(loaded) or ())
+            return [
+                (n, mine.get(n, _NOTHING), v)
+                for n, v in saved.items()
+                if n in mine or not is_namespace(target)
+            ]
+        if type(target) is type(loaded) and is_plain(target) and is_plain(loaded):
+            return None
         return [(n, a, b) for n, (a, b) in enumerate(zip(target, loaded, strict=True))]
-    if type(target) is not type(loaded) or isinstance(target, (list, tuple, deque, Mapping)):
-        return []
-    mine, saved = children_of(target), dict(children_of(loaded) or ())
-    return [(name, a, saved[name]) for name, a in mine or () if name in saved]
+    if not holds_objects(target):
+        return None
+    saved = named_parts(loaded)
+    return [(n, a, saved[str(n)]) for n, a in children_of(target) or () if str(n) in saved]
 
 
 def _check_model(path: str, model: torch.nn.Module, loaded: Any, *, strict: bool) -> None:
@@ -214,7 +233,7 @@ def _apply_model(
 
 def _apply_value(path: str, target: Any, loaded: Any, names: Names, *, strict: bool) -> Any:
     """Give what was loaded to what is there; returns what takes its place in the state."""
-    if is_leaf(target) and is_leaf(loaded):
+    if target is _NOTHING or (is_leaf(target) and is_leaf(loaded)):
         return loaded
     if isinstance(target, Optimizer):
         load_optimizer(path, target, names.of(target), loaded, strict=strict)
@@ -225,16 +244,19 @@ def _apply_value(path: str, target: Any, loaded: Any, names: Names, *, strict: b
     if isinstance(target, PerRank) and not isinstance(loaded, Absent):
         target.value = _apply_value(path, target.value, loaded, names, strict=strict)
         return target
-    if is_stateful(target) or isinstance(target, (torch.Tensor, np.ndarray)):
+    if is_object(target) or isinstance(target, (torch.Tensor, np.ndarray)):
         return fill(target, loaded, path)
     if isinstance(target, dict) and isinstance(loaded, Mapping):
         _apply_dict(path, target, loaded, names, strict=strict)
         return target
+    pairs = _pairs(target, loaded)
+    if pairs is None:
+        return fill(target, loaded, path)
     parts = [
         (name, _apply_value(join(path, name), mine, value, names, strict=strict))
-        for name, mine, value in _pairs(target, loaded)
+        for name, mine, value in pairs
     ]
-    return remade(target, parts, loaded) if parts else fill(target, loaded, path)
+    return remade(target, parts, loaded)
 
 
 def _apply_dict(

@@ -134,10 +134,14 @@ def object_parts(value: Any, path: str) -> tuple[Extra, dict[str, Any]] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         extra = {"type": "dataclass", "class": class_name(type(value), path)}
         return extra, _fields_of(value, path)
-    kind = type(value)
-    if _NAMESPACES.get(kind.__name__) is kind:
-        return {"type": kind.__name__}, dict(vars(value))
+    if is_namespace(value):
+        return {"type": type(value).__name__}, dict(vars(value))
     return None
+
+
+def is_namespace(value: Any) -> bool:
+    """Whether an object is nothing but its attributes, of any names."""
+    return _NAMESPACES.get(type(value).__name__) is type(value)
 
 
 def _fields_of(value: Any, path: str) -> dict[str, Any]:
@@ -215,8 +219,9 @@ def children_of(value: Any) -> Iterable[tuple[Any, Any]] | None:
             for f in dataclasses.fields(value)
             if hasattr(value, f.name)
         ]
-    if _NAMESPACES.get(type(value).__name__) is type(value):
-        return vars(value).items()
+    if is_namespace(value):
+        attributes: dict[str, Any] = vars(value)
+        return attributes.items()
     return None
 
 
@@ -245,11 +250,6 @@ def classes_in(value: Any, depth: int = 0) -> dict[str, type]:
     for _, child in children_of(value) or ():
         found |= classes_in(child, depth + 1)
     return found
-
-
-def grows(value: Any) -> bool:
-    """Whether the names in a dict are data of its own, not what a state is made of."""
-    return isinstance(value, (Counter, defaultdict))
 
 
 def is_stateful(value: Any) -> bool:
