@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hpstore.checkpoint import Checkpointer
-from tests.integration.ranks import launch, make_pool, open_pool
+from tests.integration.ranks import launch, make_pool, open_pool, raised, together
 
 
 def differing(rank: int, world: int, directory: Path) -> None:
@@ -33,3 +35,26 @@ def test_tensors_that_differ_between_ranks_are_counted(tmp_path: Path) -> None:
     """m_more_names: numbers were, a tensor was not."""
     make_pool(tmp_path)
     launch(tmp_path, 2, differing)
+
+
+def counting(rank: int, world: int, directory: Path) -> None:
+    """Counters by rank, and namespaces with attributes of their own."""
+    with Checkpointer(open_pool(directory), "counting", rng=False) as ckpt:
+        seen = Counter({f"file-{rank}": rank + 1, "all": 2})
+        args = Namespace(lr=0.1, **{f"only_{rank}": rank})
+        ckpt.save(1, {"seen": seen, "nested": [{"args": args}]}).result()
+        assert ckpt.counters["saves_with_differing_values_total"] == (1 if rank == 0 else 0)
+        mine = Namespace(lr=0.0, **{f"only_{rank}": 9})
+        state: dict[str, Any] = {"seen": Counter(old=1), "nested": [{"args": mine}]}
+        ckpt.restore(state)
+        together(state["seen"] == Counter({"file-0": 1, "all": 2}), str(state))
+        together(state["nested"] == [{"args": args}], str(state))
+        state["nested"] = [{"args": Namespace(lr=0.0)}]
+        said = raised(lambda: ckpt.restore(state))
+        together("no rank takes" in said and "only_" in said, said)
+
+
+def test_counters_are_those_of_rank_0_and_namespaces_each_ranks_own(tmp_path: Path) -> None:
+    """A restore gave each rank the names of all; a namespace takes its own, as a dict does."""
+    make_pool(tmp_path)
+    launch(tmp_path, 2, counting)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter, defaultdict, deque, namedtuple
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -237,6 +238,20 @@ def test_an_index_that_reads_something_else_is_refused(index: Any) -> None:
         _box_of(index, (3, 4))
 
 
+@dataclass
+class Here:
+    """A class of one rank."""
+
+    a: int
+
+
+@dataclass
+class There:
+    """A class of another rank."""
+
+    a: int
+
+
 leaves = st.one_of(st.integers(), st.text(max_size=3), st.none())
 
 
@@ -328,3 +343,39 @@ def test_values_in_which_ranks_differ_are_named() -> None:
     merged = merge.trees({"n": 1, "l": [1, 2], "s": "x"}, {"n": 1, "l": [1, 3], "s": "y"})
     assert merged == {"n": 1, "l": [1, 2], "s": "x"}
     assert merge.differing == ["l/1", "s"]
+
+
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "counts": (Counter(a=1, b=2), Counter(b=3, c=4)),
+    "fewer counts": (Counter(a=1), Counter()),
+    "more names": (defaultdict(int), defaultdict(int, c=4)),
+    "another factory": (defaultdict(int, a=1), defaultdict(float, a=1)),
+    "another class": (Here(1), There(1)),
+    "other fields": (namedtuple("Two", "a b")(1, 2), namedtuple("Two", "b a")(1, 2)),
+    "another length": (deque([1], maxlen=2), deque([1], maxlen=3)),
+    "another set": ({1, 2}, {2, 3}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_counts_or_is_of_another_class_is_the_first_ranks(case: str) -> None:
+    """A Counter of all names is one that no rank had; fields of one class are not another's."""
+    first, second = (encode_tree({"v": v}, "", CollectedTensors()) for v in OTHERS[case])
+    merge = Merge()
+    assert merge.trees(first, second) == first
+    assert [path.partition("/")[0] for path in merge.differing] == ["v"] * len(merge.differing)
+    assert merge.differing
+    again = Merge()
+    assert again.trees(first, first) == first
+    assert not again.differing
+
+
+def test_tensors_and_own_parts_of_all_ranks_stay_in_what_collects() -> None:
+    """They were written: a manifest without them would lose them."""
+    first = defaultdict(dict, a={"t": torch.ones(1)}, n=1)
+    second = defaultdict(dict, b={"t": torch.ones(1), "k": 2}, c=[PerRank(1)], m=3)
+    trees = [encode_tree(v, "", CollectedTensors(rank=r)) for r, v in enumerate((first, second))]
+    merge = Merge()
+    merged = decode_tree(merge.trees(*trees), decoding(1))
+    assert merged == {"a": {"t": "a/t"}, "n": 1, "b": {"t": "b/t", "k": 2}, "c": [1]}
+    assert merge.differing == [""]

@@ -19,6 +19,7 @@ from hpstore.checkpoint.state.scalars import TAG
 from hpstore.checkpoint.state.state_tree import join
 from hpstore.checkpoint.state.targets import RNG_KEY, Names, State
 from hpstore.checkpoint.state.tree_paths import children
+from hpstore.checkpoint.state.typed_objects import is_namespace
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 
@@ -64,14 +65,16 @@ def _value(path: str, node: Json, target: Any, names: Names, left: list[str]) ->
 
 
 def _rows(path: str, node: Json, target: Any, names: Names, left: list[str]) -> Json:
-    """As _value, of a dict that is recorded as rows: an OrderedDict, or one with keys of any
-    type."""
-    if not isinstance(target, dict) or grows(target):
+    """As _value, of what is recorded as rows: an OrderedDict, a dict with keys of any type, or a
+    namespace."""
+    alike = is_namespace(target) and node.get("type") == type(target).__name__
+    wanted = vars(target) if alike else target
+    if not isinstance(wanted, dict) or grows(wanted):
         return node
     kept = []
     for row, (name, child) in zip(node["v"], children(node), strict=True):
-        if name in target:
-            kept.append([row[0], _value(join(path, name), child, target[name], names, left)])
+        if name in wanted:
+            kept.append([row[0], _value(join(path, name), child, wanted[name], names, left)])
         else:
             left.append(join(path, name))
     return {**node, "v": kept}

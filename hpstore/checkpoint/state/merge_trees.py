@@ -10,11 +10,12 @@ from hpstore.checkpoint.state.state_tree import join
 
 Json = Any  # Any: JSON made by hpstore/checkpoint/state/state_tree.py
 GROUPS = "param_groups"
+GROWN = ("Counter", "defaultdict")  # whose names are values, not a part of what a state is made of
 
 
 class Merge:
     """Merges trees in the order of the ranks. Names of all are kept; where two ranks differ in a
-    value, the first counts and `differing` has its path."""
+    value, or in the class of an object, the first counts and `differing` has its path."""
 
     def __init__(self) -> None:
         self.differing: list[str] = []
@@ -35,7 +36,7 @@ class Merge:
 
     def _dicts(self, first: Json, second: Json, path: str) -> Json:
         kind = first.get(TAG)
-        if kind in ("dict", "tuple") and first.get("type") != second.get("type"):
+        if kind in ("dict", "tuple") and _described(first) != _described(second):
             self.differing.append(path)
             return first
         if kind is None:
@@ -49,18 +50,26 @@ class Merge:
         if kind == "tuple":
             return {**first, "v": self.trees(first["v"], second["v"], path)}
         if kind == "dict":
-            mine, other = ({json.dumps(k): (k, v) for k, v in n["v"]} for n in (first, second))
-            rows = [
-                [
-                    key,
-                    self.trees(child, other[text][1], join(path, text)) if text in other else child,
-                ]
-                for text, (key, child) in mine.items()
-            ]
-            return {**first, "v": rows + [[*r] for t, r in other.items() if t not in mine]}
+            return self._rows(first, second, path)
         if first != second:
             self.differing.append(path)
         return first
+
+    def _rows(self, first: Json, second: Json, path: str) -> Json:
+        """Of what counts or collects under names of its own (GROWN), names of the second are kept
+        only with a tensor, or a part that each rank has for itself, under them."""
+        mine, other = ({json.dumps(k): (k, v) for k, v in n["v"]} for n in (first, second))
+        rows = [
+            [key, self.trees(child, other[text][1], join(path, text)) if text in other else child]
+            for text, (key, child) in mine.items()
+        ]
+        more = [[*row] for text, row in other.items() if text not in mine]
+        if first.get("type") in GROWN:
+            gone = [child for text, (_, child) in mine.items() if text not in other]
+            if not all(_is_kept(child) for child in gone + [row[1] for row in more]):
+                self.differing.append(path)
+            more = [row for row in more if _is_kept(row[1])]
+        return {**first, "v": rows + more}
 
     def _child(self, name: str, first: Json, second: Json, path: str) -> Json:
         if name == GROUPS and _are_groups(first) and _are_groups(second):
@@ -87,6 +96,22 @@ class Merge:
             else:
                 merged.append({**group, "params": more})
         return merged
+
+
+def _described(node: Json) -> Json:
+    """What a node of parts has beside them: its type, class, fields, length."""
+    return {name: value for name, value in node.items() if name != "v"}
+
+
+def _is_kept(node: Json) -> bool:
+    """Whether a node holds what was written for it, or what each rank has for itself."""
+    if isinstance(node, list):
+        return any(map(_is_kept, node))
+    if not isinstance(node, dict):
+        return False
+    if node.get(TAG) in ("tensor", "ndarray", "ranks"):
+        return True
+    return any(map(_is_kept, node.values()))
 
 
 def _are_groups(node: Json) -> bool:
