@@ -395,3 +395,48 @@ def test_a_source_of_random_numbers_goes_on_where_it_stood(make: Any) -> None:
     found = there_and_back(source)
     assert type(found) is type(source)
     assert draw(found) == draw(source)
+
+
+LONE = "a\ud800"
+Halved = enum.Flag("Halved", {LONE: 1})
+Halved.__module__ = __name__
+Named = enum.Enum("Named", {LONE: 1})
+Named.__module__ = __name__
+
+
+class Texts(enum.StrEnum):
+    HALF = LONE
+
+
+NO_UTF8: dict[str, Any] = {
+    "path": pathlib.Path(LONE),
+    "posix path": pathlib.PurePosixPath(LONE),
+    "windows path": pathlib.PureWindowsPath(LONE),
+    "a path in a set": {pathlib.Path(LONE)},
+    "a path for a key": {pathlib.Path(LONE): 1},
+    "a zone": datetime.timezone(datetime.timedelta(hours=1), LONE),
+    "a time": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(1), LONE)),
+    "an enum": Named(1),
+    "a name of a tensor": {Halved(1): torch.ones(1)},
+    "a name by its text": {Texts.HALF: torch.ones(1)},
+    "text": LONE,
+    "a key": {LONE: 1},
+    "a key among others": {LONE: 1, 2: 3},
+    "an attribute": types.SimpleNamespace(**{LONE: 1}),
+}
+
+
+@pytest.mark.parametrize("case", NO_UTF8)
+def test_text_without_utf8_is_refused_with_its_place(case: str) -> None:
+    """A manifest is UTF-8: a save failed in the background, where no path was known."""
+    for value in (NO_UTF8[case], [NO_UTF8[case]]):
+        with pytest.raises(CheckpointError, match=r"'v.* half a surrogate pair"):
+            encode_tree({"v": value}, "", CollectedTensors())
+
+
+@pytest.mark.parametrize("sizes", [[-1, 64], [], [0], [-(2**63), 2**63 - 1]])
+def test_every_size_of_torch_comes_back(sizes: list[int]) -> None:
+    """One with -1 in it, as view() takes, could be saved and never be restored."""
+    back = there_and_back(torch.Size(sizes))
+    assert type(back) is torch.Size
+    assert list(back) == sizes

@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpstore.checkpoint.state.plain_values import is_unicode
 from hpstore.errors import CheckpointError
 from hpstore.format.numpy_files import require_characters
-from hpstore.format.untrusted_bytes import whole
+from hpstore.format.untrusted_bytes import MOST, whole
 
 # Any below: values of every type, and their JSON
 TAG = "$"
@@ -67,6 +68,22 @@ def encode_scalar(value: Any, path: str) -> dict[str, Any] | None:
     if type(value) is fractions.Fraction:
         return {TAG: "fraction", "v": [hex(value.numerator), hex(value.denominator)]}
     return _encode_time(value, path)
+
+
+def require_unicode(node: Any, kind: type, path: str) -> None:
+    """Raise CheckpointError for text in a node that has no UTF-8: a manifest is UTF-8."""
+    todo = [node]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, str) and not is_unicode(here):
+            raise CheckpointError(
+                f"state {path!r} is a {kind.__qualname__} whose text has half a surrogate pair, "
+                "and so no UTF-8. Nothing was written; save bytes, such as os.fsencode(path)"
+            )
+        if isinstance(here, dict):
+            todo += here.values()
+        elif isinstance(here, (list, tuple)):
+            todo += here
 
 
 def _encode_time(value: Any, path: str) -> dict[str, Any] | None:
@@ -254,7 +271,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "bytes": base64.b64decode,
     "bytearray": lambda text: bytearray(base64.b64decode(text)),
     "complex": lambda parts: complex(_float(parts[0]), _float(parts[1])),
-    "size": lambda sizes: torch.Size([whole(size, "a size") for size in sizes]),
+    "size": lambda sizes: torch.Size([whole(n, "a size", least=-MOST - 1) for n in sizes]),
     "dtype": dtype_named,
     "numpy dtype": _plain_dtype,
     "device": _device,

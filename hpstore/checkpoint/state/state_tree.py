@@ -42,6 +42,7 @@ from hpstore.checkpoint.state.scalars import (
     Unrestorable,
     decode_scalar,
     encode_scalar,
+    require_unicode,
 )
 from hpstore.checkpoint.state.typed_objects import (
     mapping_type,
@@ -208,6 +209,7 @@ def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -
         return {TAG: "ndarray", "item": _array_item(value, path, found)}
     scalar = encode_scalar(value, path)
     if scalar is not None:
+        require_unicode(scalar, type(value), path)
         return scalar
     if isinstance(value, str):
         warn_of_class(type(value), path)
@@ -219,6 +221,7 @@ def _encode_typed(value: Tree, path: str, found: CollectedTensors, depth: int) -
     if isinstance(value, tuple):
         inner = _encode_list(value, path, found, depth)
         names = field_names(value)
+        require_unicode(names, type(value), path)
         if not names:
             warn_of_class(type(value), path)
         return {TAG: "tuple", "v": inner} | ({"fields": list(names)} if names else {})
@@ -283,13 +286,12 @@ def _encode_mapping(
                     f"state {path!r} has the key {key!r}, text with half a surrogate pair"
                 )
         return {k: _encode(v, join(path, k), found, depth + 1) for k, v in value.items()}
-    rows = [
-        [
-            _encode(k, f"{path} (key)", found, depth + 1),
-            _encode(v, join(path, k), found, depth + 1),
-        ]
-        for k, v in value.items()
-    ]
+    rows = []
+    for key, child in value.items():
+        node, where = _encode(key, f"{path} (key)", found, depth + 1), join(path, key)
+        if not where.isascii():  # there may be very many
+            require_unicode(where, type(key), f"{path} (key)")
+        rows.append([node, _encode(child, where, found, depth + 1)])
     return {TAG: "dict", "v": rows, **extra}
 
 
