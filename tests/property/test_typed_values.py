@@ -415,7 +415,7 @@ NO_UTF8: dict[str, Any] = {
     "a path in a set": {pathlib.Path(LONE)},
     "a path for a key": {pathlib.Path(LONE): 1},
     "a zone": datetime.timezone(datetime.timedelta(hours=1), LONE),
-    "a time": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(1), LONE)),
+    "a time": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(0), LONE)),
     "an enum": Named(1),
     "a name of a tensor": {Halved(1): torch.ones(1)},
     "a name by its text": {Texts.HALF: torch.ones(1)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, join
 from hpstore.errors import CheckpointError
 from hpstore.format.untrusted_bytes import parsing
 
-_EXPORTED = (int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
+_NUMBERS_AND_TEXT = (bool, int, float, complex, str, bytes)
+_EXPORTED = frozenset({*_NUMBERS_AND_TEXT, bytearray, torch.Size, torch.dtype, torch.device})
 Json = Any  # Any: the tree of a manifest, decoded JSON
 _MISSING = object()
 _SHOWN = Decoding(tensor=lambda name: torch.empty(0), classes=Classes(strict=False))
@@ -209,9 +211,10 @@ def only_branch(tree: Json) -> str:
 
 
 def plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str = "") -> Any:
-    """Values that torch.load(weights_only=True) takes: numpy arrays as tensors, numpy numbers as
-    Python's, sets as tuples, objects as dicts, paths, times and the like as text; of what ranks
-    keep for themselves the first that is there (see of_rank), or None.
+    """Values that torch.load(weights_only=True) takes, keys too: numpy arrays as tensors, numpy
+    numbers as Python's, sets as tuples, objects as dicts, paths, times, enums and the like as text,
+    those that are numbers or text by their values; of what ranks keep for themselves the first
+    that is there (see of_rank), or None.
 
     Raises CheckpointError for pickled objects, IntegrityError for what no save has recorded.
     """
@@ -227,8 +230,10 @@ def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
     kind = node.get(TAG)
     if kind in ("tensor", "ndarray"):
         return tensor(node["item"])
-    if kind in (None, "dict"):
-        return {name: _plain(child, tensor, join(path, name)) for name, child in children(node)}
+    if kind is None:
+        return {name: _plain(child, tensor, join(path, name)) for name, child in node.items()}
+    if kind == "dict":
+        return _plain_rows(node, tensor, path)
     if kind == "tuple":
         return tuple(_plain(child, tensor, join(path, n)) for n, child in enumerate(node["v"]))
     if kind == "ranks":
@@ -240,9 +245,36 @@ def _plain(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> Any:
         )
     if kind in SOURCES:
         return node["v"]
-    value = decode_tree(node, _SHOWN)
+    return _plain_value(decode_tree(node, _SHOWN))
+
+
+def _plain_rows(node: Json, tensor: Callable[[str], torch.Tensor], path: str) -> dict[Any, Any]:
+    """A dict whose keys are plain, too. Raises CheckpointError where two become one."""
+
+    def no_tensor(name: str) -> torch.Tensor:
+        raise CheckpointError(f"{path!r} has the tensor {name!r} for a key: no export holds that")
+
+    made: dict[Any, Any] = {}
+    for (key_node, child), (name, _) in zip(node["v"], children(node), strict=True):
+        key = _plain(key_node, no_tensor, f"{path} (key)")
+        try:
+            hash(key)
+        except TypeError:  # of an object, which is a dict
+            key = str(name)
+        if key in made:
+            raise CheckpointError(
+                f"{path!r} has two keys that are {key!r} in an export; choose other parts with keys"
+            )
+        made[key] = _plain(child, tensor, join(path, name))
+    return made
+
+
+def _plain_value(value: Any) -> Any:
+    """A single value as one that torch.load(weights_only=True) takes."""
+    if isinstance(value, enum.Enum) and isinstance(value, _NUMBERS_AND_TEXT):
+        value = value.value
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, io.BytesIO):
         value = value.getvalue()
-    return value if isinstance(value, _EXPORTED) else str(value)
+    return value if type(value) in _EXPORTED else str(value)
