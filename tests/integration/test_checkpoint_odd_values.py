@@ -4,7 +4,7 @@ arrays beside tensors of other devices, RNG states of GPUs that are not there.""
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,39 @@ def test_a_class_that_is_lost_is_said(
     assert "plain Tensor, unless" in said[1]
     assert [type(value) for value in into.values()] == [Metres, Label]
     assert all(np.asarray(value).tolist() == [1.0, 1.0, 1.0] for value in into.values())
+
+
+class _Held(dict[str, Any]):
+    pass
+
+
+class _Ordered(OrderedDict[str, Any]):
+    pass
+
+
+class _Listed(defaultdict[str, Any]):
+    pass
+
+
+@pytest.mark.parametrize("kind", [_Held, _Ordered, _Listed])
+@pytest.mark.parametrize("value", [1, torch.ones(2), [torch.ones(2)], torch.nn.Linear(1, 1)])
+def test_a_class_of_dicts_is_warned_of_whatever_is_in_it(
+    pool: hpstore.Pool, kind: Any, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a tensor in it, it was taken for a plain dict before its class was looked at."""
+
+    class Own(kind):  # type: ignore[misc]
+        pass
+
+    saved = Own()
+    saved["x"] = value
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"a": [saved]}).result()
+    (warned,) = [text for text in caplog.messages if "comes back as a plain" in text]
+    plain = "defaultdict" if kind is _Listed else "dict"
+    assert "'a/0' is a " in warned
+    assert f"Own, which comes back as a plain {plain}, unless" in warned
 
 
 def test_an_ordered_dict_comes_back_in_its_order(pool: hpstore.Pool) -> None:

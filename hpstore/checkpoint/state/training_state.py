@@ -42,7 +42,13 @@ from hpstore.checkpoint.state.plain_values import JSON_TYPES, holds_leaves, is_l
 from hpstore.checkpoint.state.random_state import kind_of
 from hpstore.checkpoint.state.state_tree import Absent, PerRank, field_names, join, require_depth
 from hpstore.checkpoint.state.targets import RNG_KEY, Destinations, Names, State
-from hpstore.checkpoint.state.typed_objects import children_of, is_namespace, is_stateful, same_dict
+from hpstore.checkpoint.state.typed_objects import (
+    children_of,
+    is_namespace,
+    is_stateful,
+    same_dict,
+    warn_of_class,
+)
 from hpstore.errors import CheckpointError, CheckpointMismatch, ConfigError
 
 # Any below: a training state holds whatever its owner puts there
@@ -101,6 +107,7 @@ def _collect_value(path: str, value: Any, names: Names, depth: int = 0) -> Any:
             k: v if type(v) in PLAIN_TYPES else _collect_value(join(path, k), v, names, depth + 1)
             for k, v in value.items()
         }
+        warn_of_class(type(value), path)
         return same_dict(value, entries)
     if type(value) in (list, tuple, deque):
         parts = [_collect_value(join(path, i), v, names, depth + 1) for i, v in enumerate(value)]

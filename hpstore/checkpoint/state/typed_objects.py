@@ -46,6 +46,8 @@ _FACTORIES: dict[str, Any] = {
     )
 }
 _DEPTH = 64
+_MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})  # whose class is recorded
+_PLAIN: tuple[type, ...] = (str, tuple, np.ndarray, torch.Tensor, defaultdict)
 _plain_again: set[type] = set()  # of which a warning was given
 _NAMESPACES = {"Namespace": argparse.Namespace, "SimpleNamespace": types.SimpleNamespace}
 
@@ -87,9 +89,8 @@ def mapping_type(value: Mapping[Any, Any], path: str) -> Extra:
     kind = type(value)
     if kind in (OrderedDict, Counter):
         return {"type": kind.__name__}
+    warn_of_class(kind, path)
     if not isinstance(value, defaultdict):
-        if kind is not dict:
-            warn_of_class(kind, path)
         return {}
     factory = value.default_factory
     name = "" if factory is None else getattr(factory, "__name__", "?")
@@ -113,10 +114,10 @@ def _warn_of_factory(path: str, factory: str) -> None:
 def warn_of_class(kind: type, path: str) -> None:
     """Once for each class of mappings, tuples, texts, arrays or tensors that comes back as that of
     Python, numpy or torch."""
-    if kind in _plain_again:
+    if kind in _MAPPINGS or kind in _plain_again:
         return
     _plain_again.add(kind)
-    plain = next((p for p in (str, tuple, np.ndarray, torch.Tensor) if issubclass(kind, p)), dict)
+    plain = next((p for p in _PLAIN if issubclass(kind, p)), dict)
     _log.warning(
         "%r is a %s.%s, which comes back as a plain %s%s: a checkpoint holds neither its class nor "
         "its attributes",
