@@ -3,7 +3,10 @@ arrays beside tensors of other devices, RNG states of GPUs that are not there.""
 
 from __future__ import annotations
 
+import enum
 import logging
+import sys
+import types
 from collections import Counter, OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,11 @@ import torch
 
 import hpstore
 from hpstore.checkpoint import Checkpointer, LoadOptions, SaveOptions
+from hpstore.checkpoint.state.scalars import StandIn
 from hpstore.checkpoint.state.state_tree import Decoding, decode_tree
 from hpstore.checkpoint.state.training_state import rng_state, set_rng_state
 from hpstore.checkpoint.state.tree_paths import children, leaves
-from hpstore.errors import CheckpointMismatch, IntegrityError
+from hpstore.errors import CheckpointError, CheckpointMismatch, IntegrityError
 
 # Any below: states hold whatever a trainer puts there
 
@@ -154,6 +158,26 @@ def test_a_class_of_dicts_is_warned_of_whatever_is_in_it(
     plain = "defaultdict" if kind is _Listed else "dict"
     assert "'a/0' is a " in warned
     assert f"Own, which comes back as a plain {plain}, unless" in warned
+
+
+def test_a_class_that_is_not_loaded_is_read_as_its_error_advises(pool: hpstore.Pool) -> None:
+    """tree() had no `strict`, which the error says to pass."""
+    module = types.ModuleType("gone")
+    Kind = enum.Enum("Kind", {"A": 1}, module="gone")  # noqa: N806
+    vars(module)["Kind"] = Kind
+    sys.modules["gone"] = module
+    with Checkpointer(pool, "run", rng=False) as ckpt:
+        try:
+            ckpt.save(1, {"kind": Kind(1), "t": torch.ones(2)}).result()
+        finally:
+            del sys.modules["gone"]
+        step = ckpt.read(1)
+        with pytest.raises(CheckpointError, match=r"gone:Kind.*strict=False"):
+            step.tree()
+        found = step.tree(strict=False)
+    assert isinstance(found["kind"], StandIn)
+    assert (found["kind"].class_name, found["kind"].value) == ("gone:Kind", "A")
+    assert found["t"].tolist() == [1, 1]
 
 
 def test_an_ordered_dict_comes_back_in_its_order(pool: hpstore.Pool) -> None:

@@ -231,11 +231,45 @@ def test_an_index_means_what_it_means_to_torch(data: st.DataObject, shape: tuple
     assert torch.equal(span[tuple(rest)], wanted)
 
 
+class Whole:
+    """A number of the caller's own."""
+
+    def __index__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize(
+    "index", [np.int64(2), np.uint8(2), np.array(2), torch.tensor(2), Whole(), np.int32(-1)]
+)
+def test_a_whole_number_of_any_type_is_an_index(index: Any) -> None:
+    """One of numpy, as argmax() gives, was an IndexError; in slices and tuples it was none."""
+    tensor = torch.arange(12).reshape(3, 4)
+    for one in (index, (index, 1), (..., index), slice(index, None), (slice(None), index)):
+        cut, rest = _box_of(one, (3, 4))
+        span = tensor[tuple(slice(at, at + n) for at, n in cut)]
+        assert torch.equal(span[tuple(rest)], tensor[one])
+
+
+REFUSED = [np.bool_(True), torch.tensor(True), np.array(True), np.array([1, 2]), torch.tensor([1])]
+
+
+@pytest.mark.parametrize("index", REFUSED)
+def test_a_mask_or_an_array_is_refused(index: Any) -> None:
+    """Also beside others, where comparing it with `...` was an error of numpy's."""
+    for one in (index, (index, 1), (..., index)):
+        with pytest.raises(IndexError):
+            _box_of(one, (3, 4))
+
+
 @pytest.mark.parametrize("index", [True, None, (0, False), 1.0, slice(None, None, -1), [0]])
 def test_an_index_that_reads_something_else_is_refused(index: Any) -> None:
     """What torch would take for a mask, a new axis or a gather is an error, not another value."""
     with pytest.raises(IndexError):
         _box_of(index, (3, 4))
+
+
+Rows = namedtuple("Rows", "a b")
+Columns = namedtuple("Columns", "b a")
 
 
 @dataclass
@@ -351,7 +385,7 @@ OTHERS: dict[str, tuple[Any, Any]] = {
     "more names": (defaultdict(int), defaultdict(int, c=4)),
     "another factory": (defaultdict(int, a=1), defaultdict(float, a=1)),
     "another class": (Here(1), There(1)),
-    "other fields": (namedtuple("Two", "a b")(1, 2), namedtuple("Two", "b a")(1, 2)),
+    "other fields": (Rows(1, 2), Columns(1, 2)),
     "another length": (deque([1], maxlen=2), deque([1], maxlen=3)),
     "another set": ({1, 2}, {2, 3}),
 }

@@ -398,10 +398,17 @@ def test_a_source_of_random_numbers_goes_on_where_it_stood(make: Any) -> None:
 
 
 LONE = "a\ud800"
-Halved = enum.Flag("Halved", {LONE: 1})
-Halved.__module__ = __name__
-Named = enum.Enum("Named", {LONE: 1})
-Named.__module__ = __name__
+
+
+def made(kind: Any, name: str) -> Any:
+    """An enum of this module whose only member has a name without UTF-8."""
+    found = kind(name, {LONE: 1})
+    found.__module__ = __name__
+    return found
+
+
+Halved = made(enum.Flag, "Halved")
+Named = made(enum.Enum, "Named")
 
 
 class Texts(enum.StrEnum):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpstore.checkpoint.catalog.removed_steps import reading_step
@@ -21,7 +23,7 @@ from hpstore.checkpoint.restore.load_options import LoadOptions, checked_load
 from hpstore.checkpoint.restore.read_items import Warm, fill_chunks
 from hpstore.checkpoint.restore.transformed_tensors import transformed
 from hpstore.checkpoint.restore.whole_tensors import load_tensors
-from hpstore.checkpoint.state.scalars import dtype_named
+from hpstore.checkpoint.state.scalars import Classes, dtype_named
 from hpstore.checkpoint.state.state_tree import Decoding, decode_tree, tensor_names
 from hpstore.errors import CheckpointError
 from hpstore.runtime.collector_pause import collector_paused
@@ -79,11 +81,11 @@ class SavedTensor:
 
 def _box_of(index: object, shape: Sequence[int]) -> tuple[list[tuple[int, int]], list[int | slice]]:
     """(start, count) by axis of what an index spans, and the index that is left to apply to it."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    if parts.count(Ellipsis) > 1 or len([p for p in parts if p is not Ellipsis]) > len(shape):
+    parts = [_plain_index(p) for p in (index if isinstance(index, tuple) else (index,))]
+    gaps = [n for n, part in enumerate(parts) if part is Ellipsis]
+    if len(gaps) > 1 or len(parts) - len(gaps) > len(shape):
         raise IndexError(f"index {index!r} does not fit shape {tuple(shape)}")
-    if Ellipsis in parts:
-        at = parts.index(Ellipsis)
+    for at in gaps:
         parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
     parts += [slice(None)] * (len(shape) - len(parts))
     cut: list[tuple[int, int]] = []
@@ -101,6 +103,18 @@ def _box_of(index: object, shape: Sequence[int]) -> tuple[list[tuple[int, int]],
         else:
             raise IndexError(f"index {part!r} does not fit an axis of {size}")
     return cut, rest
+
+
+def _plain_index(part: Any) -> Any:  # Any: whatever a caller indexes with
+    """A whole number of numpy or torch, or of any type that gives itself as one, as Python's."""
+    if type(part) is int or isinstance(part, (bool, np.bool_, slice)):
+        return part
+    if getattr(part, "shape", ()) or getattr(part, "dtype", None) in (torch.bool, np.bool_):
+        return part  # that would be a gather or a mask
+    try:
+        return operator.index(part)
+    except TypeError:
+        return part
 
 
 class SavedStep(Mapping[str, SavedTensor]):
@@ -187,13 +201,18 @@ class SavedStep(Mapping[str, SavedTensor]):
         return {name: found[name] for name in names}
 
     @collector_paused()
-    def tree(self, *, map_location: str | torch.device | None = None) -> dict[str, Any]:
+    def tree(
+        self, *, map_location: str | torch.device | None = None, strict: bool = True
+    ) -> dict[str, Any]:
         """Read all of the step as plain nested values, as they were collected from the state.
 
         Parameters
         ----------
         map_location
             The device that the tensors are made on. Default: the host, as for numpy arrays always.
+        strict
+            Whether an enum or dataclass whose class is not loaded is an error. With False it
+            becomes a StandIn, which has the name of the class and what it held.
 
         Returns
         -------
@@ -203,7 +222,8 @@ class SavedStep(Mapping[str, SavedTensor]):
         Raises
         ------
         CheckpointError
-            The step holds pickled objects, and `allow_pickle` is False; the step was removed.
+            The step holds pickled objects, and `allow_pickle` is False; it holds a value of a class
+            that is not loaded, and `strict` is True; the step was removed.
         IntegrityError, RedundancyError
             Bytes cannot be read.
         """
@@ -218,6 +238,11 @@ class SavedStep(Mapping[str, SavedTensor]):
                 self._warm,
                 on_host=arrays,
             )
-        how = Decoding(tensor=tensors.__getitem__, rank=self._rank, allow_pickle=self._allow_pickle)
+        how = Decoding(
+            tensor=tensors.__getitem__,
+            rank=self._rank,
+            allow_pickle=self._allow_pickle,
+            classes=Classes(strict=strict),
+        )
         tree: dict[str, Any] = decode_tree(self.manifest.tree, how)
         return tree
