@@ -7,7 +7,7 @@ number and name (decision 0128); objects stay for as long as any manifest names 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from hpstore.errors import (
@@ -29,7 +29,7 @@ from hpstore.loaders.dataset.dataset_manifest import (
     version_key,
     version_of,
 )
-from hpstore.loaders.dataset.publish_dataset import publish_over
+from hpstore.loaders.dataset.publish_dataset import joined_content, publish_over
 from hpstore.loaders.dataset.remove_dataset import delete_if_there
 from hpstore.loaders.dataset.stored_manifests import live_nonces, manifest_at, require_pool
 from hpstore.pool.pool import Pool
@@ -236,6 +236,30 @@ def change_dataset(
     raise VersionConflict(
         f"data set {name!r} was changed by others {_ATTEMPTS} times meanwhile; nothing was changed"
     )
+
+
+def withdraw_parts(pool: Pool, name: str, gone: Set[str]) -> None:
+    """Take parts with these nonces, whose objects are removed, off a dataset and its versions.
+
+    Who published them meanwhile, unless it was killed, looks for who removes them and does the
+    same (PROTOCOL 25).
+    """
+    key = manifest_key(name)
+    newest, version = manifest_at(pool, name, key)
+    if newest is not None and version is not None and newest.nonces & gone:
+        if all(part.nonces & gone for part in newest.parts):
+            pool.admin.remove_versions({key: version})
+        else:
+            change_dataset(pool, name, lambda now: _without(pool, name, now, gone))
+    for kept, _ in _kept(pool, name).values():
+        manifest, _ = manifest_at(pool, name, kept)
+        if manifest is not None and manifest.nonces & gone:
+            delete_if_there(pool, kept)
+
+
+def _without(pool: Pool, name: str, now: DatasetManifest, gone: Set[str]) -> DatasetManifest:
+    left = tuple(part for part in now.parts if not part.nonces & gone)
+    return replace(now, parts=left, content=joined_content(pool, name, now, left))
 
 
 def _keep(pool: Pool, name: str, manifest: DatasetManifest) -> None:

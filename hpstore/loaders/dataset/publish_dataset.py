@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
@@ -150,18 +150,28 @@ def _merged(
 
 
 def publish(
-    pool: Pool, name: str, key: str, manifest: DatasetManifest, *, version: str | None
+    pool: Pool,
+    name: str,
+    key: str,
+    manifest: DatasetManifest,
+    *,
+    version: str | None,
+    still_ours: Callable[[], bool] = lambda: True,
 ) -> DatasetManifest:
     """Put a manifest: the dataset, or the part, is there. What it replaced is removed afterwards,
     but for what a version names that is kept.
 
-    `version`: of the manifest that it may replace; None: there must be none. Returns it with its
-    number. Raises VersionConflict.
+    `version`: of the manifest that it may replace; None: there must be none. `still_ours`: whether
+    nobody has begun to remove the objects; asked when the dataset is there, as who removes them
+    looks for it afterwards. Returns the manifest with its number. Raises VersionConflict.
     """
     old, _ = manifest_at(pool, name, key) if version is not None else (None, None)
     if manifest.part is None:
         manifest = publish_over(pool, key, manifest, old, version)
         _require_whole(pool, name, key, manifest)
+        if not still_ours():
+            _take_back(pool, name, key, manifest, old)
+            raise begun_anew(name, key)
     else:
         pool.put(key, manifest.encode(), if_absent=version is None, if_version=version)
     if old is not None:
@@ -191,6 +201,28 @@ def _require_whole(pool: Pool, name: str, key: str, made: DatasetManifest) -> No
     raise VersionConflict(
         f"data set {name!r} was deleted while it was written, {lost!r} with it: nothing of it is "
         "visible. Write it again.",
+        key=key,
+    )
+
+
+def _take_back(
+    pool: Pool, name: str, key: str, made: DatasetManifest, old: DatasetManifest | None
+) -> None:
+    """What was there before is there again, unless another one has replaced it since."""
+    found, version = manifest_at(pool, name, key)
+    if found is None or version is None or found.nonces != made.nonces:
+        return
+    if old is None:
+        pool.admin.remove_versions({key: version})
+    else:
+        pool.put(key, old.encode(), if_version=version)
+
+
+def begun_anew(name: str, key: str) -> VersionConflict:
+    """What a process is told whose parts another one removes, while it publishes them."""
+    return VersionConflict(
+        f"data set {name!r}: another process began its ingest anew, or deleted it, while this one "
+        "published it. Nothing of this one is visible; look at what the other one makes",
         key=key,
     )
 

@@ -140,6 +140,13 @@ class Journal:
             raise IngestError(self._lost()) from error
         self._version = info.version
 
+    def is_own(self) -> bool:
+        """Whether it is there as this one has saved it last: nobody has begun another ingest."""
+        try:
+            return self._version == self._pool.stat(self._key).version
+        except ObjectNotFound:
+            return False
+
     def _lost(self) -> str:
         """Why the journal is not this ingest's any more."""
         if self._version is not None and not self._pool.exists(self._key):

@@ -21,10 +21,10 @@ from hpstore.loaders.dataset.dataset_manifest import (
     manifest_key,
     nonce_of,
 )
-from hpstore.loaders.dataset.dataset_versions import read_manifest
+from hpstore.loaders.dataset.dataset_versions import read_manifest, withdraw_parts
 from hpstore.loaders.dataset.fields import Field, stored_fields
 from hpstore.loaders.dataset.page_compression import checked_compression
-from hpstore.loaders.dataset.publish_dataset import joined_content, publish
+from hpstore.loaders.dataset.publish_dataset import begun_anew, joined_content, publish
 from hpstore.loaders.dataset.record_layout import group_fields
 from hpstore.loaders.dataset.stored_manifests import kept_nonces
 from hpstore.loaders.ingestion.ingest_append import appended
@@ -262,7 +262,14 @@ class PartsWriter:
         # raises if another process has started over, which removes these parts
         self._save(state)
         key = manifest_key(target.name)
-        manifest = publish(target.pool, target.name, key, manifest, version=target.replaces)
+        manifest = publish(
+            target.pool,
+            target.name,
+            key,
+            manifest,
+            version=target.replaces,
+            still_ours=self._journal.is_own,
+        )
         self._end_journal()
         return manifest
 
@@ -275,6 +282,10 @@ class PartsWriter:
         self._save(state)  # as above
         if parts:
             manifest = appended(target.pool, target.name, target.fields, parts, label=target.label)
+            if not self._journal.is_own():
+                made = {nonce for part in parts for nonce in part.nonces}
+                withdraw_parts(target.pool, target.name, made)
+                raise begun_anew(target.name, manifest_key(target.name))
         self._end_journal()
         return manifest
 
@@ -333,7 +344,9 @@ def replaceable(pool: Pool, name: str, *, overwrite: bool) -> str | None:
 
 
 def discard(pool: Pool, name: str, nonces: Iterable[str]) -> None:
-    """Delete what unfinished ingests stored under these nonces; what is published stays."""
+    """Delete what unfinished ingests stored under these nonces; what is published stays. Their
+    owner looks into the journal once it has published; what it published before it was killed, and
+    before it looked, is withdrawn (PROTOCOL 25)."""
     gone = set(nonces)
     if not gone:
         return
@@ -342,6 +355,8 @@ def discard(pool: Pool, name: str, nonces: Iterable[str]) -> None:
         if nonce_of(name, key) in gone:
             with contextlib.suppress(ObjectNotFound):
                 pool.delete(key)
+    if gone & _published(pool, name):
+        withdraw_parts(pool, name, gone)
 
 
 def is_published(pool: Pool, name: str, found: Progressed) -> bool:
