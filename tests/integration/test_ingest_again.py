@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from hpstore.errors import VersionConflict
+from hpstore.errors import TooManyErasures, VersionConflict
 from hpstore.loaders import ingest, list_versions, unfinished_ingests, verify_dataset
 from hpstore.loaders.dataset import dataset_versions, publish_dataset
 from hpstore.loaders.dataset.dataset_manifest import manifest_key, nonce_of
 from hpstore.loaders.dataset.dataset_versions import read_manifest
 from hpstore.loaders.ingestion import part_committer
+from hpstore.objects.object_info import ObjectInfo
 from hpstore.pool.pool import Pool
 from tests.integration.ingest_cases import (
     SHARD,
@@ -149,3 +150,28 @@ def test_what_was_published_before_a_kill_goes_with_its_objects_rule_25(
         assert verify_dataset(pool, "train", version=version.name).clean, version
     gone = {nonce for part in parts for nonce in part.nonces}
     assert not gone & {nonce_of("train", key) for key in keys_left(pool, "train")}
+
+
+def test_where_the_journal_cannot_be_asked_the_error_does_not_deny_what_is_published(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Devices that go between the put of the manifest and the look."""
+    root, put, stat = images(tmp_path / "in"), publish_dataset.publish_over, Pool.stat
+
+    def away(self: Pool, key: str, **options: Any) -> ObjectInfo:
+        if key.endswith("/journal"):
+            raise TooManyErasures("4 of 6 devices are away")
+        return stat(self, key, **options)
+
+    def putting(*args: Any) -> Any:
+        made = put(*args)
+        monkeypatch.setattr(Pool, "stat", away)
+        return made
+
+    monkeypatch.setattr(publish_dataset, "publish_over", putting)
+    with pytest.raises(TooManyErasures, match="is not certain: look at its number") as found:
+        ingest(pool, "train", root, **SHARD)
+    assert found.value.maybe_visible
+    monkeypatch.undo()
+    assert sorted(rows(pool, "train")) == sorted(wanted_rows(root))
+    assert verify_dataset(pool, "train").clean

@@ -11,7 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
+from hpstore.errors import (
+    HpstoreError,
+    IngestError,
+    IntegrityError,
+    ObjectNotFound,
+    VersionConflict,
+)
 from hpstore.format.records import seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
 from hpstore.loaders.dataset.dataset_manifest import (
@@ -141,11 +147,17 @@ class Journal:
         self._version = info.version
 
     def is_own(self) -> bool:
-        """Whether it is there as this one has saved it last: nobody has begun another ingest."""
+        """Whether it is there as this one has saved it last: nobody has begun another ingest.
+
+        Asked once something is published: an error leaves it there.
+        """
         try:
             return self._version == self._pool.stat(self._key).version
         except ObjectNotFound:
             return False
+        except HpstoreError as error:
+            error.maybe_visible = True
+            raise
 
     def _lost(self) -> str:
         """Why the journal is not this ingest's any more."""
