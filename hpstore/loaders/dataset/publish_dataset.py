@@ -219,7 +219,7 @@ def _take_back(
 
 
 def begun_anew(name: str, key: str) -> VersionConflict:
-    """What a process is told whose parts another one removes, while it publishes them."""
+    """The error of a process whose parts another one removes while it publishes them."""
     return VersionConflict(
         f"data set {name!r}: another process began its ingest anew, or deleted it, while this one "
         "published it. Nothing of this one is visible; look at what the other one makes",
