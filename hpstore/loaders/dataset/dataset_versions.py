@@ -238,19 +238,23 @@ def change_dataset(
     )
 
 
-def withdraw_parts(pool: Pool, name: str, gone: Set[str]) -> None:
+def withdraw_parts(
+    pool: Pool, name: str, gone: Set[str], before: DatasetManifest | None = None
+) -> None:
     """Take parts with these nonces, whose objects are removed, off a dataset and its versions.
 
     Who published them meanwhile, unless it was killed, looks for who removes them and does the
-    same (PROTOCOL 25).
+    same (PROTOCOL 25). A dataset of nothing else goes; the one that was there `before` is put back.
     """
     key = manifest_key(name)
     newest, version = manifest_at(pool, name, key)
     if newest is not None and version is not None and newest.nonces & gone:
-        if all(part.nonces & gone for part in newest.parts):
-            pool.admin.remove_versions({key: version})
-        else:
+        if any(not part.nonces & gone for part in newest.parts):
             change_dataset(pool, name, lambda now: _without(pool, name, now, gone))
+        elif before is not None and not before.nonces & gone:
+            pool.put(key, before.encode(), if_version=version)
+        else:
+            pool.admin.remove_versions({key: version})
     for kept, _ in _kept(pool, name).values():
         manifest, _ = manifest_at(pool, name, kept)
         if manifest is not None and manifest.nonces & gone:

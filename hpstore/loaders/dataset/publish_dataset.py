@@ -120,7 +120,14 @@ def publish_parts(
             f"data set {name!r} exists; it is unchanged. overwrite=True replaces it."
         )
     merged = _merged(pool, name, manifests, metadata)
-    merged = publish(pool, name, manifest_key(name), merged, version=version if overwrite else None)
+    merged = publish(
+        pool,
+        name,
+        manifest_key(name),
+        merged,
+        version=version if overwrite else None,
+        stays=lambda: all(pool.exists(part_key(name, part)) for part in waiting),
+    )
     for part in waiting:
         try:
             delete_if_there(pool, part_key(name, part))
@@ -156,20 +163,20 @@ def publish(
     manifest: DatasetManifest,
     *,
     version: str | None,
-    still_ours: Callable[[], bool] = lambda: True,
+    stays: Callable[[], bool] = lambda: True,
 ) -> DatasetManifest:
     """Put a manifest: the dataset, or the part, is there. What it replaced is removed afterwards,
     but for what a version names that is kept.
 
-    `version`: of the manifest that it may replace; None: there must be none. `still_ours`: whether
-    nobody has begun to remove the objects; asked when the dataset is there, as who removes them
-    looks for it afterwards. Returns the manifest with its number. Raises VersionConflict.
+    `version`: of the manifest that it may replace; None: there must be none. `stays`: whether no
+    other process removes the objects; asked when the dataset is there, as who removes them looks
+    for it afterwards. Returns the manifest with its number. Raises VersionConflict.
     """
     old, _ = manifest_at(pool, name, key) if version is not None else (None, None)
     if manifest.part is None:
         manifest = publish_over(pool, key, manifest, old, version)
         _require_whole(pool, name, key, manifest)
-        if not still_ours():
+        if not stays():
             _take_back(pool, name, key, manifest, old)
             raise begun_anew(name, key)
     else:
@@ -186,9 +193,8 @@ def _require_whole(pool: Pool, name: str, key: str, made: DatasetManifest) -> No
     """Take back what was published where delete_dataset removed objects of it meanwhile: it looks
     for a manifest, too, after the objects, so one of both sees it. Raises VersionConflict."""
     try:
-        there = set(pool.list(f"{PREFIX}/{name}/", certain=True))
-        lost = next((one for one in _objects(name, made) if one not in there), None)
-        if lost is None or pool.exists(lost):
+        lost = lost_object(pool, name, made.parts)
+        if lost is None:
             return
         found, version = manifest_at(pool, name, key)
     except HpstoreError as error:
@@ -203,6 +209,13 @@ def _require_whole(pool: Pool, name: str, key: str, made: DatasetManifest) -> No
         "visible. Write it again.",
         key=key,
     )
+
+
+def lost_object(pool: Pool, name: str, parts: Sequence[DatasetPart]) -> str | None:
+    """The key of an object of these parts that is not there; None when all are."""
+    there = set(pool.list(f"{PREFIX}/{name}/", certain=True))
+    lost = next((one for one in _objects(name, parts) if one not in there), None)
+    return None if lost is None or pool.exists(lost) else lost
 
 
 def _take_back(
@@ -220,16 +233,19 @@ def _take_back(
 
 def begun_anew(name: str, key: str) -> VersionConflict:
     """The error of a process whose parts another one removes while it publishes them."""
-    return VersionConflict(
+    error = VersionConflict(
         f"data set {name!r}: another process began its ingest anew, or deleted it, while this one "
-        "published it. Nothing of this one is visible; look at what the other one makes",
+        "published it. What is there is whole, and may be of either; look at it before you do "
+        "this again",
         key=key,
     )
+    error.maybe_visible = True
+    return error
 
 
-def _objects(name: str, manifest: DatasetManifest) -> Iterator[str]:
+def _objects(name: str, parts: Sequence[DatasetPart]) -> Iterator[str]:
     """Keys of the shards, their side objects, and the columns."""
-    for part in manifest.parts:
+    for part in parts:
         for number, stream in enumerate(part.streams):
             for shard in range(len(stream.rows)):
                 yield shard_key(name, part.nonce, number, shard)

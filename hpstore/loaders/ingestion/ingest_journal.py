@@ -7,17 +7,11 @@ leaves nothing that the next run would not find.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from hpstore.errors import (
-    HpstoreError,
-    IngestError,
-    IntegrityError,
-    ObjectNotFound,
-    VersionConflict,
-)
+from hpstore.errors import IngestError, IntegrityError, ObjectNotFound, VersionConflict
 from hpstore.format.records import seal, unseal
 from hpstore.format.untrusted_bytes import MALFORMED, brief, whole
 from hpstore.loaders.dataset.dataset_manifest import (
@@ -147,17 +141,19 @@ class Journal:
         self._version = info.version
 
     def is_own(self) -> bool:
-        """Whether it is there as this one has saved it last: nobody has begun another ingest.
-
-        Asked once something is published: an error leaves it there.
-        """
+        """Whether it is there as this one has saved it last: no other ingest has begun."""
         try:
             return self._version == self._pool.stat(self._key).version
         except ObjectNotFound:
             return False
-        except HpstoreError as error:
-            error.maybe_visible = True
-            raise
+
+    def removes(self, nonces: Set[str]) -> bool:
+        """Whether the ingest whose journal is there removes objects of these parts now."""
+        try:
+            found = Progressed.decode(self._pool.get(self._key), where=self._key)
+        except ObjectNotFound:
+            return False
+        return not nonces.isdisjoint(found.writing)
 
     def _lost(self) -> str:
         """Why the journal is not this ingest's any more."""

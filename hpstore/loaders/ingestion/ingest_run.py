@@ -37,7 +37,13 @@ from hpstore.loaders.ingestion.ingest_append import (
 from hpstore.loaders.ingestion.ingest_journal import CHOSEN, Journal, Progressed, Skipped, mismatch
 from hpstore.loaders.ingestion.ingest_report import IngestCallback, IngestProgress, IngestReport
 from hpstore.loaders.ingestion.open_source import open_source
-from hpstore.loaders.ingestion.part_committer import PartsWriter, Target, is_published, replaceable
+from hpstore.loaders.ingestion.part_committer import (
+    PartsWriter,
+    Target,
+    earlier_run,
+    is_published,
+    replaceable,
+)
 from hpstore.loaders.ingestion.sample_source import (
     FieldsChanged,
     IndexedSource,
@@ -238,7 +244,7 @@ class _Run:
         self, fields: Fields | None, *, resume: bool
     ) -> tuple[DatasetManifest, Progressed, int]:
         journal = Journal(self.pool, self.name)
-        found, gone = self._earlier(journal, resume)
+        found, gone = earlier_run(self.pool, self.name, journal, resume=resume)
         before = None if found is None else found.plan.get(CHOSEN)
         if found is not None and fields is not None and before is False:
             raise self._other(found, f"no fields were chosen, now they are {list(fields)}")
@@ -300,17 +306,6 @@ class _Run:
         made = type(error)(f"{without_promise(error)} {stands}", device=error.device, key=error.key)
         made.maybe_visible = error.maybe_visible
         return made
-
-    def _earlier(self, journal: Journal, resume: bool) -> tuple[Progressed | None, tuple[str, ...]]:
-        """What an earlier run left to go on with, and the nonces of what it left to remove."""
-        found = journal.read()
-        if found is None:
-            return None, ()
-        stored = (*(part.nonce for part in found.parts), *found.writing)
-        if not resume or is_published(self.pool, self.name, found):
-            return None, stored
-        # without parts there is nothing to go on with, so nothing to refuse
-        return (found, found.writing) if found.parts else (None, stored)
 
     def _appended_before(self, journal: Journal, wanted: Progressed) -> Progressed | None:
         """What this very call had appended when it was killed right after that: not again."""

@@ -24,9 +24,9 @@ from hpstore.loaders.dataset.dataset_manifest import (
 from hpstore.loaders.dataset.dataset_versions import read_manifest, withdraw_parts
 from hpstore.loaders.dataset.fields import Field, stored_fields
 from hpstore.loaders.dataset.page_compression import checked_compression
-from hpstore.loaders.dataset.publish_dataset import begun_anew, joined_content, publish
+from hpstore.loaders.dataset.publish_dataset import begun_anew, joined_content, lost_object, publish
 from hpstore.loaders.dataset.record_layout import group_fields
-from hpstore.loaders.dataset.stored_manifests import kept_nonces
+from hpstore.loaders.dataset.stored_manifests import kept_nonces, manifest_at
 from hpstore.loaders.ingestion.ingest_append import appended
 from hpstore.loaders.ingestion.ingest_journal import Journal, Progressed, Skipped
 from hpstore.loaders.ingestion.source_rows import Column
@@ -133,6 +133,9 @@ class PartsWriter:
         """Tell the journal, then remove what an earlier run left: another process that still writes
         it stops at its next word there.
         """
+        target, before = self._target, None
+        if target.replaces is not None:
+            before, _ = manifest_at(target.pool, target.name, manifest_key(target.name))
         try:
             self._save(start, *start.writing)
         except TooFewDevices:
@@ -145,10 +148,10 @@ class PartsWriter:
                 self._target.name,
             )
             self._journal.remove()
-            discard(self._target.pool, self._target.name, start.writing)
+            discard(target.pool, target.name, start.writing, before)
             self._save(start)
         else:
-            discard(self._target.pool, self._target.name, start.writing)
+            discard(target.pool, target.name, start.writing, before)
 
     def _save(self, progressed: Progressed, *gone: str) -> None:
         """Tell the journal, with the nonces of the parts that may have objects before the next, and
@@ -268,7 +271,7 @@ class PartsWriter:
             key,
             manifest,
             version=target.replaces,
-            still_ours=self._journal.is_own,
+            stays=lambda: self._stays(parts),
         )
         self._end_journal()
         return manifest
@@ -282,17 +285,29 @@ class PartsWriter:
         self._save(state)  # as above
         if parts:
             manifest = appended(target.pool, target.name, target.fields, parts, label=target.label)
-            if not self._journal.is_own():
-                made = {nonce for part in parts for nonce in part.nonces}
-                withdraw_parts(target.pool, target.name, made)
+            if not self._stays(parts):
+                withdraw_parts(target.pool, target.name, _nonces(parts))
                 raise begun_anew(target.name, manifest_key(target.name))
         self._end_journal()
         return manifest
 
+    def _stays(self, parts: Sequence[DatasetPart]) -> bool:
+        """Whether what was just published stays: no other ingest removes its objects now, as its
+        journal would say, and none has, or has taken it back (PROTOCOL 25)."""
+        pool, name, made = self._target.pool, self._target.name, _nonces(parts)
+        try:
+            if self._journal.removes(made) or not made <= _published(pool, name):
+                return False
+            return lost_object(pool, name, parts) is None
+        except HpstoreError as error:
+            error.maybe_visible = True
+            raise
+
     def _end_journal(self) -> None:
         """Once published. Best effort: the next ingest sees that its parts are published."""
         try:
-            self._journal.remove()
+            if self._journal.is_own():  # else another ingest has begun behind this one
+                self._journal.remove()
         except (HpstoreError, OSError) as error:
             _log.warning(
                 "data set %r is published; the journal of its ingest stays until the next one: %s",
@@ -343,10 +358,16 @@ def replaceable(pool: Pool, name: str, *, overwrite: bool) -> str | None:
     return version
 
 
-def discard(pool: Pool, name: str, nonces: Iterable[str]) -> None:
+def _nonces(parts: Sequence[DatasetPart]) -> set[str]:
+    return {nonce for part in parts for nonce in part.nonces}
+
+
+def discard(
+    pool: Pool, name: str, nonces: Iterable[str], before: DatasetManifest | None = None
+) -> None:
     """Delete what unfinished ingests stored under these nonces; what is published stays. Their
     owner looks into the journal once it has published; what it published before it was killed, and
-    before it looked, is withdrawn (PROTOCOL 25)."""
+    before it looked, is withdrawn, for the dataset that was there `before` (PROTOCOL 25)."""
     gone = set(nonces)
     if not gone:
         return
@@ -356,13 +377,29 @@ def discard(pool: Pool, name: str, nonces: Iterable[str]) -> None:
             with contextlib.suppress(ObjectNotFound):
                 pool.delete(key)
     if gone & _published(pool, name):
-        withdraw_parts(pool, name, gone)
+        withdraw_parts(pool, name, gone, before)
 
 
 def is_published(pool: Pool, name: str, found: Progressed) -> bool:
     """Whether the run that left this journal had published, and was killed right after."""
     parts = {part.nonce for part in found.parts}
     return bool(parts) and parts <= _published(pool, name)
+
+
+def earlier_run(
+    pool: Pool, name: str, journal: Journal, *, resume: bool
+) -> tuple[Progressed | None, tuple[str, ...]]:
+    """What an earlier run left to go on with, and the nonces of what it left to remove: none that
+    is published, as the journal will say that they are removed."""
+    found = journal.read()
+    if found is None:
+        return None, ()
+    stored = (*(part.nonce for part in found.parts), *found.writing)
+    if not resume or is_published(pool, name, found):
+        published = _published(pool, name)
+        return None, tuple(nonce for nonce in stored if nonce not in published)
+    # without parts there is nothing to go on with, so nothing to refuse
+    return (found, found.writing) if found.parts else (None, stored)
 
 
 def _published(pool: Pool, name: str) -> set[str]:
