@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,40 @@ def test_records_of_lmdb(tmp_path: Path) -> None:
     (tmp_path / "c.mdb").write_bytes(b"no lmdb" * 1000)
     with pytest.raises(MalformedFile, match="cannot be read"):
         open_source(tmp_path / "c.mdb")
+
+
+def test_what_cannot_be_read_of_lmdb_is_given_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has left it out goes on behind it. A page that lmdb finds damaged ends it in C, or the
+    process, so its error is made here."""
+    lmdb = pytest.importorskip("lmdb", reason="needs lmdb (the extra `lmdb`)")
+    with (
+        lmdb.open(str(tmp_path / "a.lmdb"), map_size=1 << 24) as env,
+        env.begin(write=True) as writer,
+    ):
+        for n in range(9):
+            writer.put(b"%06d" % n, b"v")
+    source = open_source(tmp_path / "a.lmdb")
+    plain_cursor = source._cursor  # type: ignore[attr-defined]
+
+    class Damaged:
+        def __init__(self, cursor: Any) -> None:
+            self.set_key, self._rows = cursor.set_key, cursor.iternext
+
+        def iternext(self) -> Iterator[tuple[bytes, bytes]]:
+            yield from islice(self._rows(), 4)
+            raise lmdb.CorruptedError("a page")
+
+    @contextmanager
+    def cursor() -> Iterator[Damaged]:
+        with plain_cursor() as found:
+            yield Damaged(found)
+
+    monkeypatch.setattr(source, "_cursor", cursor)
+    assert [bool(item.problem) for item in source.read_block(0, 0)] == [False] * 4 + [True]
+    assert [item.problem != "" for item in source.read_block(0, 4)] == [True]
+    assert list(source.read_block(0, 5)) == []
 
 
 def test_a_tfrecord_that_is_damaged_anywhere_is_found(tmp_path: Path) -> None:

@@ -269,8 +269,9 @@ class ArrowTables(BlockwiseSource):
                     )
                 number += batch.num_rows
         except (self._arrow.ArrowException, OSError, *MALFORMED) as error:
-            problem = f"it cannot be read past row {number}: {_line(error)}"
-            yield ItemRows([SourceItem(name=name, origin=origin | number, problem=problem)])
+            if start <= number:  # else it was given before this place
+                problem = f"it cannot be read past row {number}: {_line(error)}"
+                yield ItemRows([SourceItem(name=name, origin=origin | number, problem=problem)])
 
 
 def pyarrow_of(what: str) -> Any:

@@ -85,18 +85,20 @@ class LmdbRecords(BlockwiseSource):
         return digest_of([self.kind, self._database, *file_facts([self._file])])
 
     def read_block(self, block: int, start: int) -> Iterator[SourceItem]:
-        number, origin = start, block << BLOCK_SHIFT
+        number, origin = 0, block << BLOCK_SHIFT
         try:
             with self._cursor() as cursor:
                 cursor.set_key(self._firsts[block])
-                for key, value in islice(cursor.iternext(), start, BLOCK_RECORDS):
-                    both = {"key": bytes(key), "value": bytes(value)}
-                    yield SourceItem(
-                        name=f"key {bytes(key)[:80]!r}",
-                        origin=origin | number,
-                        sample={name: both[name] for name in self._names},
-                    )
+                for key, value in islice(cursor.iternext(), BLOCK_RECORDS):
+                    if start <= number:
+                        both = {"key": bytes(key), "value": bytes(value)}
+                        yield SourceItem(
+                            name=f"key {bytes(key)[:80]!r}",
+                            origin=origin | number,
+                            sample={name: both[name] for name in self._names},
+                        )
                     number += 1
         except self._lmdb.Error as error:
-            problem = f"it cannot be read past record {number}: {brief(error)}"
-            yield SourceItem(name=f"block {block}", origin=origin | number, problem=problem)
+            if start <= number:  # else it was given before this place
+                problem = f"it cannot be read past record {number}: {brief(error)}"
+                yield SourceItem(name=f"block {block}", origin=origin | number, problem=problem)
