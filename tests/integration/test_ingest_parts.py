@@ -473,3 +473,22 @@ def test_the_command_goes_on_with_its_parts(
     report = json.loads(cli(*ask, "--json"))
     assert (report["samples"], report["parts"], report["resumed"]) == (150, 3, 2)
     assert "in 3 parts, 0 of them before" in cli(*ask, "--overwrite")
+
+
+def test_a_null_that_comes_late_in_a_part_says_what_to_give(pool: Pool, tmp_path: Path) -> None:
+    """Parts have fields in common, which were taken from the first rows: the same call would end
+    there again, whatever it was said to do."""
+    paths = []
+    for number in range(2):
+        values: list[int | None] = list(range(6000))
+        values[4500] = None if number else 4500
+        paths.append(tmp_path / f"{number}.parquet")
+        pq.write_table(pa.table({"x": pa.array(values, pa.int64())}), paths[-1])
+    for _ in range(2):
+        with pytest.raises(IngestError, match=r"optional=True.*resume=False") as found:
+            ingest_parts(pool, "train", paths)
+        assert "The same call" not in str(found.value)
+    fields = {"x": Field("int64", optional=True)}
+    report = ingest_parts(pool, "train", paths, fields=fields, resume=False)
+    assert report.samples == 12_000
+    assert verify_dataset(pool, "train").clean

@@ -27,7 +27,7 @@ from hpstore.loaders.ingestion.arrow_source import ArrowTables
 from hpstore.loaders.ingestion.ingest_run import fields_by_look
 from hpstore.loaders.ingestion.open_source import open_source
 from hpstore.loaders.ingestion.part_committer import discard, replaceable
-from hpstore.loaders.ingestion.sample_source import Source, printable
+from hpstore.loaders.ingestion.sample_source import FieldsChanged, Source, printable
 from hpstore.loaders.ingestion.source_formats import ENDINGS, SourceFormat, format_of
 from hpstore.loaders.ingestion.source_paths import is_remote, local_path, source_files
 from hpstore.loaders.ingestion.write_order import IngestPosition, records_of
@@ -316,9 +316,10 @@ def _done(
             progress(PartsProgress(done=len(done), total=len(jobs), rows=rows))
     if failed:
         number, error = min(failed.items())
+        more = "" if isinstance(error, FieldsChanged) else ". The same call writes the rest"
         raise IngestError(
             f"{jobs[0].name!r}: {len(done)} of {len(jobs)} parts are stored and kept, nothing is "
-            f"visible; part {number} was not written: {error}. The same call writes the rest"
+            f"visible; part {number} was not written: {error}{more}"
         ) from error
     return done
 

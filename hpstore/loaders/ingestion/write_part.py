@@ -19,7 +19,12 @@ from hpstore.loaders.dataset.fields import Field
 from hpstore.loaders.dataset.stored_manifests import published_manifest
 from hpstore.loaders.ingestion.infer_fields import fitted, fitted_columns
 from hpstore.loaders.ingestion.open_source import open_source
-from hpstore.loaders.ingestion.sample_source import Source, printable, require_unchanged
+from hpstore.loaders.ingestion.sample_source import (
+    FieldsChanged,
+    Source,
+    printable,
+    require_unchanged,
+)
 from hpstore.loaders.ingestion.write_order import IngestPosition, PlacedRows, records_of
 from hpstore.loaders.writer.dataset_writer import DatasetWriter
 from hpstore.pool.pool import Pool
@@ -75,6 +80,12 @@ def write_part(pool: Pool, job: PartJob) -> PartReport:
             for source, before in zip(opened, prints, strict=True):
                 _copy(source, job, writer)
                 require_unchanged(source, before)
+    except FieldsChanged as error:  # ingest() begins again; parts have the fields of all others
+        raise FieldsChanged(
+            f"{error}, and all parts have the fields that the first rows show. Give fields={{...}} "
+            "with Field(..., optional=True) for it, and resume=False: parts that are stored have "
+            "other fields"
+        ) from error
     except VersionConflict:  # another worker was given the same part, and was faster
         there = _part_there(pool, job, facts)
         if there is None:
