@@ -16,6 +16,7 @@ import pytest
 
 from hpstore.errors import ConfigError, MalformedFile
 from hpstore.loaders import Field, open_source
+from hpstore.loaders.ingestion.lmdb_source import LmdbRecords
 from tests.integration.source_makers import lance as lance_rows
 from tests.integration.source_makers import tfrecord as tfrecord_files
 from tests.unit.test_ingest_sources import check_restart, items_of, plain
@@ -162,7 +163,8 @@ def test_what_cannot_be_read_of_lmdb_is_given_once(
         for n in range(9):
             writer.put(b"%06d" % n, b"v")
     source = open_source(tmp_path / "a.lmdb")
-    plain_cursor = source._cursor  # type: ignore[attr-defined]
+    assert isinstance(source, LmdbRecords)
+    plain_cursor = source._cursor
 
     class Damaged:
         def __init__(self, cursor: Any) -> None:
