@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hpstore.errors import ConfigError, HpstoreError, ObjectNotFound, VersionConflict
 from hpstore.loaders.dataset.class_names import other_meaning
@@ -120,20 +121,25 @@ def publish_parts(
             f"data set {name!r} exists; it is unchanged. overwrite=True replaces it."
         )
     merged = _merged(pool, name, manifests, metadata)
-    merged = publish(
-        pool,
-        name,
-        manifest_key(name),
-        merged,
-        version=version if overwrite else None,
-        stays=lambda: all(pool.exists(part_key(name, part)) for part in waiting),
-    )
-    for part in waiting:
-        try:
-            delete_if_there(pool, part_key(name, part))
-        except (HpstoreError, OSError) as error:  # harmless: its nonce is known as published
-            _log.warning("the note of part %s of data set %r stays: %s", part, name, error)
+    keys = [part_key(name, part) for part in waiting]
+    replaces, there = version if overwrite else None, partial(_all_there, pool, keys)
+    merged = publish(pool, name, manifest_key(name), merged, version=replaces, stays=there)
+    _remove_notes(pool, keys)
     return dataset_info(pool, name, merged)
+
+
+def _remove_notes(pool: Pool, keys: Sequence[str]) -> None:
+    """Of parts that are published. Best effort: their nonces are known as published."""
+    for key in keys:
+        try:
+            delete_if_there(pool, key)
+        except (HpstoreError, OSError) as error:
+            _log.warning("%r, the note of a part that is published, stays: %s", key, error)
+
+
+def _all_there(pool: Pool, keys: Sequence[str]) -> bool:
+    """Whether the notes of parts are there: who removes parts removes these first."""
+    return all(map(pool.exists, keys))
 
 
 def _merged(
